@@ -1,0 +1,1 @@
+"""Types, errors and seeds shared by all rooms. No torch, no I/O."""

@@ -1,0 +1,1 @@
+"""Environments: the interface, and the ones that ship with Surefoot."""

@@ -1,0 +1,1 @@
+"""Rewards with trust tiers and their strict composition."""

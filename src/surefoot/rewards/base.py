@@ -1,0 +1,182 @@
+"""What a reward is: a function over finished episodes with a declared trust tier and span.
+
+A reward sees a typed, read-only transcript. A reward that fails yields ``Unscored``, never 0.0.
+This module must not know how rewards are composed or trained on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from surefoot.core.deadlines import DeadlineExceeded, WorkerPool
+from surefoot.core.errors import ConfigError, RewardError
+from surefoot.core.types import (
+    Message,
+    Score,
+    Scored,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trust,
+    Turn,
+    Unscored,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Read-only view of one finished episode, built from what the policy sampled and was shown.
+
+    ``answer`` is the text of the turn that ended the episode by itself (None when the policy never
+    finished a turn without a tool call). ``state`` is the environment's own account of the end.
+    """
+
+    id: str
+    task: Task
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    stop: StopReason
+    truncated: bool
+    answer: str | None
+    state: Mapping[str, Any]
+    sampled_tokens: int = 0
+
+    @property
+    def reference(self) -> Any:
+        """The task's reference, which no policy has seen."""
+        return self.task.reference
+
+    @property
+    def model_text(self) -> str:
+        """All text that the policy itself wrote; tool output can never be in it."""
+        return "\n".join(turn.action.text for turn in self.turns)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Every well-formed call, in order."""
+        return tuple(call for turn in self.turns for call in turn.action.tool_calls)
+
+    @property
+    def tool_results(self) -> tuple[ToolResult, ...]:
+        """Every tool result, in order."""
+        return tuple(result for turn in self.turns for result in turn.tool_results)
+
+
+EpisodeFunction = Callable[[Episode], Any]
+GroupFunction = Callable[[Sequence[Episode]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A scoring function with its trust tier. ``span`` bounds its values; ``weight`` may be negative.
+
+    ``group=True`` functions get all episodes of a task at once and return one value each.
+    ``resolution`` is the smallest gap between two different values, where it is known.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    trust: Trust
+    span: tuple[float, float] = (0.0, 1.0)
+    weight: float = 1.0
+    group: bool = False
+    resolution: float | None = None
+    seconds: float = 30.0
+
+    def __call__(self, episodes: Any) -> Any:
+        """Call the plain function, as written."""
+        return self.function(episodes)
+
+    async def score(self, episodes: Sequence[Episode], pool: WorkerPool) -> list[Score]:
+        """One Score for each episode. Raises RewardError when a group reward's length is wrong."""
+        if self.group:
+            return await self._score_group(episodes, pool)
+        return [await self._guarded(lambda e=episode: self.function(e), pool) for episode in episodes]
+
+    async def _score_group(self, episodes: Sequence[Episode], pool: WorkerPool) -> list[Score]:
+        try:
+            values = await self._run(lambda: self.function(episodes), pool)
+        except Exception as error:  # a user's function may raise anything; it is recorded, not hidden
+            return [Unscored(_describe(error), self.name) for _ in episodes]
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise RewardError(f"reward {self.name!r} returned {type(values).__name__}; it must return a list")
+        values = cast("Sequence[Any]", values)
+        if len(values) != len(episodes):
+            raise RewardError(
+                f"reward {self.name!r} returned {len(values)} values for {len(episodes)} episodes"
+            )
+        return [self._to_score(value) for value in values]
+
+    async def _guarded(self, call: Callable[[], Any], pool: WorkerPool) -> Score:
+        try:
+            return self._to_score(await self._run(call, pool))
+        except Exception as error:  # a user's function may raise anything; it is recorded, not hidden
+            return Unscored(_describe(error), self.name)
+
+    async def _run(self, call: Callable[[], Any | Awaitable[Any]], pool: WorkerPool) -> Any:
+        worker = pool.acquire()
+        try:
+            return await worker.call(call, self.seconds)
+        finally:
+            pool.release(worker)
+
+    def _to_score(self, value: Any) -> Score:
+        if isinstance(value, Unscored):
+            return Unscored(value.reason, self.name)
+        evidence = ""
+        if isinstance(value, Scored):
+            value, evidence = value.value, value.evidence
+        if isinstance(value, bool | int | float):
+            number = float(value)
+            if not math.isfinite(number):
+                return Unscored(f"returned {number}", self.name)
+            low, high = self.span
+            if not low - 1e-9 <= number <= high + 1e-9:
+                return Unscored(f"returned {number:g}, outside its span [{low:g}, {high:g}]", self.name)
+            return Scored(number, self.trust, self.name, evidence)
+        return Unscored(f"returned {type(value).__name__}; a reward returns a number or a Score", self.name)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, DeadlineExceeded):
+        return f"deadline: {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def reward(
+    *,
+    trust: Trust,
+    span: tuple[float, float] = (0.0, 1.0),
+    weight: float = 1.0,
+    group: bool = False,
+    name: str | None = None,
+    resolution: float | None = None,
+    seconds: float = 30.0,
+) -> Callable[[EpisodeFunction | GroupFunction], Reward]:
+    """Declare a reward. The trust tier has no default: a reward without one cannot exist.
+
+    Raises ConfigError for a span that is empty or not finite, a zero weight, or a wrong signature.
+    """
+    if not isinstance(trust, Trust):  # pyright: ignore[reportUnnecessaryIsInstance]  users may pass an int
+        raise ConfigError(f"reward trust is {trust!r}; use Trust.VERIFIED, Trust.LEARNED or Trust.IMPLICIT")
+    low, high = span
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ConfigError(f"reward span is {span}; it must be two finite numbers, low < high")
+    if weight == 0 or not math.isfinite(weight):
+        raise ConfigError(f"reward weight is {weight}; it must be finite and not 0")
+
+    def decorate(function: EpisodeFunction | GroupFunction) -> Reward:
+        own = name or function.__name__
+        if len(inspect.signature(function).parameters) != 1:
+            kind = "episodes" if group else "episode"
+            raise ConfigError(f"reward {own!r} must take exactly one argument ({kind})")
+        return Reward(
+            function, own, trust, (float(low), float(high)), float(weight), group, resolution, seconds
+        )
+
+    return decorate
