@@ -21,10 +21,14 @@ class DeadlineExceeded(TimeoutError):
 
 
 async def _invoke(function: Callable[[], T | Awaitable[T]]) -> T:
-    result = function()
-    if inspect.isawaitable(result):
-        return await result
-    return result
+    try:
+        result = function()
+        if inspect.isawaitable(result):
+            return await result
+        return result
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Either would end the worker's loop and leave the caller to wait for its whole deadline.
+        raise RuntimeError(f"the called code raised {type(error).__name__}") from error
 
 
 class Worker:
@@ -33,17 +37,24 @@ class Worker:
     def __init__(self, name: str = "surefoot-worker") -> None:
         self._loop = asyncio.new_event_loop()
         self.abandoned = False
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        if pending:  # let cancelled code reach its own finally blocks before the loop goes
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.close()
 
     async def call(self, function: Callable[[], T | Awaitable[T]], seconds: float) -> T:
         """Run ``function`` (sync or async) in the worker; its result, or its own exception.
 
-        Raises DeadlineExceeded after ``seconds``; the worker is then abandoned and refuses calls.
+        Raises DeadlineExceeded after ``seconds``; the worker is then abandoned and refuses calls. So
+        it is when the caller is cancelled, since the thread may still be busy.
         """
         if self.abandoned:
             raise DeadlineExceeded("the worker was abandoned after an earlier call overran its deadline")
@@ -54,13 +65,24 @@ class Worker:
         except TimeoutError as error:
             if future.done() and not future.cancelled():
                 raise  # the foreign code raised TimeoutError by itself
-            self.abandoned = True
-            self.stop()
+            self._abandon()
             raise DeadlineExceeded(f"no answer within {seconds:g} s") from error
+        except asyncio.CancelledError as error:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                raise RuntimeError("the called code cancelled itself") from error
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        self.abandoned = True
+        self.stop()
 
     def stop(self) -> None:
         """Ask the thread to end; does not wait, since the thread may be stuck for ever."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._stopped:
+            self._stopped = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class WorkerPool:

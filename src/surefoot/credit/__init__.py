@@ -1,4 +1,4 @@
-"""Credit: turns scores into advantages. Pure functions on tensors; knows nothing of runs, models or configs."""
+"""Credit turns scores into advantages: pure functions on tensors that know no run, model or config."""
 
 from surefoot.credit.trajectory import (
     GroupStats,

@@ -2,18 +2,19 @@
 
 Pure functions on flat tensors. They know nothing of rewards, runs, models or algorithm names.
 
-Conventions shared by every function: ``returns`` is any float dtype of shape ``[n]`` (converted without loss
-to float64), ``group`` any integer dtype ``[n]`` (equal ids form a group, in any order), ``valid`` bool ``[n]``
-(``None``: all valid). The result is float64 ``[n]`` on the same device, without gradient. Invalid members get
-0 and influence nobody; so they may hold NaN. A bad shape, dtype or non-finite return raises ``DataError``, a
-bad option ``ConfigError``. On the CPU the result does not depend on the order of the batch, bit for bit.
+Conventions of every function: ``returns`` is any float dtype of shape ``[n]`` (converted without loss to
+float64), ``group`` any integer dtype ``[n]`` (equal ids form a group, in any order), ``valid`` bool ``[n]``
+(``None``: all valid). The result is float64 ``[n]`` on the same device, without gradient. Invalid members
+get 0 and influence nobody, so they may hold NaN. A bad shape, dtype or non-finite return raises
+``DataError``, a bad option ``ConfigError``. On the CPU the result does not depend on the order of the batch,
+bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 import torch
@@ -72,13 +73,11 @@ def group_relative(
     _option("scale", scale, get_args(Scale))
     _positive("eps", eps)
     groups = _Groups.of(returns, group, valid)
-    deviation = groups.deviation()
+    if scale == "std":
+        return groups.standardised(eps)
     if scale == "none":
-        return deviation
-    if scale == "batch":
-        ones = torch.ones_like(groups.values)
-        return deviation / (_weighted_moments(groups.values, ones * groups.valid)[1] + eps)
-    return deviation / (groups.std(deviation)[groups.index] + eps)
+        return groups.deviation()
+    return groups.deviation() / (_weighted_moments(groups.values, groups.valid.double())[1] + eps)
 
 
 def leave_one_out(
@@ -103,7 +102,7 @@ def leave_one_out(
     difference = deviation * n / (n - 1).clamp(min=1)
     if not normalise:
         return difference
-    # Sum of squares around the mean of the others; its cancellation only bites where the limit applies anyway.
+    # Squares around the mean of the others; the cancellation only bites where the limit applies anyway.
     squares = groups.total(deviation.square())[groups.index] - deviation * difference
     spread = (squares.clamp(min=0) / (n - 2).clamp(min=1)).sqrt()
     scaled = torch.where(groups.others_equal(), difference, difference / (spread + eps))
@@ -160,7 +159,7 @@ def opo(returns: Tensor, group: Tensor, lengths: Tensor, *, valid: Tensor | None
     """
     groups = _Groups.of(returns, group, valid)
     tokens = _token_counts(lengths, groups.values) * groups.valid
-    groups = groups.ordered_by(groups.values, tokens)
+    groups = replace(groups, order=_order(groups.values, tokens))
     total = groups.total(tokens)
     baseline = groups.total(tokens * groups.values) / total.clamp(min=1)
     live = groups.live & (total > 0)[groups.index]
@@ -173,9 +172,9 @@ def remax(returns: Tensor, greedy_returns: Tensor, *, valid: Tensor | None = Non
     ``greedy_returns`` float ``[n]`` is given once per trajectory and must be finite where valid.
     """
     values, members = _scored("returns", returns, valid)
+    if greedy_returns.shape != values.shape:
+        raise DataError(f"greedy_returns must have shape {_shape(values)}, got {_shape(greedy_returns)}")
     greedy, _ = _scored("greedy_returns", greedy_returns, members)
-    if greedy.shape != values.shape:
-        raise DataError(f"greedy_returns must have shape {_shape(values)}, got {_shape(greedy)}")
     return torch.where(members, values - greedy, 0.0)
 
 
@@ -197,8 +196,8 @@ def pass_at_k(
     groups = _Groups.of(returns, group, valid)
     top = groups.valid & (groups.values == groups.high[groups.index])
     alone = top & (groups.total(top.double()) == 1)[groups.index] & groups.live
-    second = groups.extreme(groups.valid & ~top, "amax")[groups.index]
-    lead = torch.where(alone, groups.values - second, 0.0)
+    second = _extreme(groups.values, groups.index, groups.valid & ~top, groups.count, "amax")
+    lead = torch.where(alone, groups.values - second[groups.index], 0.0)
     if scale == "none":
         return lead
     return lead / (groups.std(groups.deviation())[groups.index] + eps)
@@ -218,19 +217,20 @@ def gdpo(
     0 there, so that a component with a wide range cannot drown another.
     """
     _positive("eps", eps)
-    if components.ndim != 2 or not components.is_floating_point():
-        raise DataError(f"components must be float [n, c], got {components.dtype} {_shape(components)}")
+    if components.ndim != 2 or components.shape[1] == 0:
+        raise DataError(f"components must have shape [n, c] with c >= 1, got {_shape(components)}")
     factors = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
     if factors.shape != components.shape[1:] or not bool(torch.isfinite(factors).all()):
         raise DataError(f"weights must be {components.shape[1]} finite numbers, got {factors.tolist()}")
-    total = torch.zeros(components.shape[0], dtype=torch.float64, device=components.device)
-    members = total == 0
-    for column, factor in zip(components.unbind(1), cast("list[float]", factors.tolist()), strict=True):
-        total = total + factor * group_relative(column, group, valid=valid, eps=eps)
-    if valid is not None:
-        members = members & valid
-    # Each group sums to zero, so the batch mean is zero and need not be taken off: dead groups stay exactly 0.
-    return total / (_weighted_moments(total, members.double())[1] + eps)
+    columns = [
+        _Groups.of(column, group, valid, field=f"components[:, {i}]")
+        for i, column in enumerate(components.unbind(1))
+    ]
+    total = torch.zeros_like(columns[0].values)
+    for column, factor in zip(columns, cast("list[float]", factors.tolist()), strict=True):
+        total = total + factor * column.standardised(eps)
+    # Each group sums to zero, hence the batch too; not taking the mean off keeps dead groups at exactly 0.
+    return total / (_weighted_moments(total, columns[0].valid.double())[1] + eps)
 
 
 def to_tokens(advantages: Tensor, lengths: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def to_tokens(advantages: Tensor, lengths: Tensor) -> Tensor:
     if advantages.ndim != 1:
         raise DataError(f"advantages must have shape [n], got {_shape(advantages)}")
     _token_counts(lengths, advantages)
-    return advantages.repeat_interleave(lengths)
+    return advantages.repeat_interleave(lengths.long())
 
 
 @dataclass(frozen=True)
@@ -254,26 +254,14 @@ class _Groups:
     high: Tensor  # float64[g]
 
     @classmethod
-    def of(cls, returns: Tensor, group: Tensor, valid: Tensor | None) -> _Groups:
-        values, members = _scored("returns", returns, valid)
+    def of(cls, returns: Tensor, group: Tensor, valid: Tensor | None, *, field: str = "returns") -> _Groups:
+        values, members = _scored(field, returns, valid)
         _integers("group", group, values)
         ids, index = cast("tuple[Tensor, Tensor]", torch.unique(group, return_inverse=True))
-        empty = torch.zeros(ids.numel(), dtype=torch.float64, device=values.device)
-        bare = cls(values, members, index, _order(values), empty, empty, empty)
-        return cls(
-            values,
-            members,
-            index,
-            bare.order,
-            count=bare.total(members.double()),
-            low=bare.extreme(members, "amin"),
-            high=bare.extreme(members, "amax"),
-        )
-
-    def ordered_by(self, *keys: Tensor) -> _Groups:
-        return _Groups(
-            self.values, self.valid, self.index, _order(*keys), self.count, self.low, self.high
-        )
+        count = values.new_zeros(ids.numel()).index_add_(0, index, members.double())
+        low = _extreme(values, index, members, count, "amin")
+        high = _extreme(values, index, members, count, "amax")
+        return cls(values, members, index, _order(values), count, low, high)
 
     @property
     def live(self) -> Tensor:
@@ -285,13 +273,7 @@ class _Groups:
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of ``x`` float64[n] over each group, in an order that the batch order does not change."""
-        zeros = torch.zeros(self.count.shape, dtype=torch.float64, device=x.device)
-        return zeros.index_add_(0, self.index[self.order], x[self.order])
-
-    def extreme(self, members: Tensor, kind: Literal["amin", "amax"]) -> Tensor:
-        """Smallest or largest value of ``members`` bool[n] in each group; +-inf for none."""
-        start = torch.full_like(self.count, math.inf if kind == "amin" else -math.inf)
-        return start.scatter_reduce_(0, self.index[members], self.values[members], kind)
+        return torch.zeros_like(self.count).index_add_(0, self.index[self.order], x[self.order])
 
     def deviation(self) -> Tensor:
         """Value minus group mean; exactly 0 unless live."""
@@ -302,6 +284,11 @@ class _Groups:
         """Bessel-corrected standard deviation of each group, from its deviations."""
         return (self.total(deviation.square()) / (self.count - 1).clamp(min=1)).sqrt()
 
+    def standardised(self, eps: float) -> Tensor:
+        """Deviation over (std + eps) of the group; exactly 0 unless live."""
+        deviation = self.deviation()
+        return deviation / (self.std(deviation)[self.index] + eps)
+
     def others_equal(self) -> Tensor:
         """bool[n]: all other valid members of the group hold one and the same value."""
         at_low = self.valid & (self.values == self.low[self.index])
@@ -310,6 +297,14 @@ class _Groups:
         rest_low = (self.total(at_low.double()) == rest)[self.index]
         rest_high = (self.total(at_high.double()) == rest)[self.index]
         return (at_low & rest_high) | (at_high & rest_low)
+
+
+def _extreme(
+    values: Tensor, index: Tensor, members: Tensor, like: Tensor, kind: Literal["amin", "amax"]
+) -> Tensor:
+    """Smallest or largest value of ``members`` bool[n] in each group, shaped as ``like``; +-inf for none."""
+    start = torch.full_like(like, math.inf if kind == "amin" else -math.inf)
+    return start.scatter_reduce_(0, index[members], values[members], kind)
 
 
 def _whiten(x: Tensor, tokens: Tensor, valid: Tensor, eps: float) -> Tensor:

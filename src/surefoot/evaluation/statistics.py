@@ -232,8 +232,8 @@ def paired_difference(
 
     Two forms. Mappings: task -> its scores (the sides may have different numbers of samples); ``clusters``
     optionally maps a task to a coarser label. Arrays: float[n] aligned row by row, ``clusters`` the task of
-    each row (default: each row its own). With arrays, ``seeds`` gives the training seed of each row; then seeds
-    and tasks are both resampled, one draw of tasks shared by all seeds, because the seeds met the same tasks
+    each row (default: each row its own). With arrays, ``seeds`` gives the training seed of each row; then
+    seeds and tasks are both resampled, one draw of tasks shared by all seeds, as they met the same tasks
     (pigeonhole bootstrap, Owen 2007). ``seed`` is the bootstrap's own. Method:
 
     * ``all-differences-zero``: [0, 0], p = 1. Nothing differed anywhere; it excludes no difference of 0.
@@ -325,7 +325,7 @@ def _aligned(
         if clusters is not None and not isinstance(clusters, Mapping):
             raise DataError("clusters must map task to label when a and b are mappings")
         require_same_tasks(a, b)
-        order = sorted(a, key=str)
+        order = list(a)
         if clusters is not None and (unknown := [task for task in order if task not in clusters]):
             raise DataError(f"clusters has no label for task {unknown[0]!r}")
         means = [
@@ -346,17 +346,21 @@ def _aligned(
 
 
 def _widened_draws(cells: Floats, level: float, draws: int, seed: int) -> Floats:
-    """Bootstrap means of float64[seeds, clusters], stretched about the estimate to Student-t width.
+    """Bootstrap means of float64[seeds, clusters], rescaled about the estimate to the right spread.
 
-    Plain percentiles are too narrow for few units: the resampling variance lacks the factor m/(m-1) and their
-    tails are normal. Stretching repairs both and keeps the bootstrap's skew.
+    Plain percentiles are too narrow for few units (variance short of a factor m/(m-1), normal tails) and too
+    wide for crossed seeds and clusters (their residual counts three times, Owen 2007). The rescaled draws
+    have the unbiased standard error and Student-t width at ``level``, and keep the bootstrap's skew.
     """
     rng = np.random.default_rng(seed)
     rows, columns = cells.shape
     block = max(1, _BLOCK // (rows + columns))
     parts = [_resampled_means(cells, min(block, draws - start), rng) for start in range(0, draws, block)]
+    sample = np.concatenate(parts)
+    error, freedom = _crossed_error(cells)
+    width = student_quantile(level, freedom) / NormalDist().inv_cdf(0.5 + level / 2)
     centre = cells.mean()
-    return centre + _stretch(cells, level) * (np.concatenate(parts) - centre)
+    return centre + (sample - centre) * (width * error / float(sample.std()))
 
 
 def _resampled_means(cells: Floats, draws: int, rng: np.random.Generator) -> Floats:
@@ -372,25 +376,26 @@ def _resample_counts(size: int, draws: int, rng: np.random.Generator) -> Floats:
     return np.bincount(picks.ravel(), minlength=draws * size).reshape(draws, size).astype(np.float64)
 
 
-def _stretch(cells: Floats, level: float) -> float:
-    """Ratio of the Student-t half-width to the normal half-width that resampling would give."""
-    variances, sizes = [], []
-    for axis in (0, 1):
-        size = cells.shape[axis]
-        if size > 1:
-            variances.append(float(cells.mean(axis=1 - axis).var(ddof=1)) / size)
-            sizes.append(size)
-    total = sum(variances)
-    smallest = min(sizes)
-    if total <= _EQUAL**2:  # only the seed-task interaction varies: assume the worse of the two
-        freedom, ratio = float(smallest - 1), smallest / (smallest - 1)
-    else:
-        pairs = list(zip(variances, sizes, strict=True))
-        freedom = total**2 / sum(v**2 / (m - 1) for v, m in pairs)
-        ratio = total / sum(v * (m - 1) / m for v, m in pairs)
-    # Flooring is conservative; the tiny addend keeps an exact integer from being rounded down.
-    quantile = student_quantile(level, max(1, math.floor(freedom + 1e-9)))
-    return quantile / NormalDist().inv_cdf(0.5 + level / 2) * math.sqrt(ratio)
+def _crossed_error(cells: Floats) -> tuple[float, int]:
+    """Standard error of the mean of float64[seeds, clusters] and its Satterthwaite degrees of freedom.
+
+    Two-way random effects without replication: variance = seeds + clusters - residual, never less than the
+    largest of the three; one seed leaves the ordinary var / clusters.
+    """
+    rows, columns = cells.shape
+    if rows == 1 or columns == 1:
+        return math.sqrt(float(cells.var(ddof=1)) / cells.size), cells.size - 1
+    by_row, by_column = cells.mean(axis=1), cells.mean(axis=0)
+    rest = cells - by_row[:, None] - by_column[None, :] + cells.mean()
+    freedoms = (rows - 1, columns - 1, (rows - 1) * (columns - 1))
+    parts = (
+        float(by_row.var(ddof=1)) / rows,
+        float(by_column.var(ddof=1)) / columns,
+        float(np.sum(rest**2)) / freedoms[2] / cells.size,
+    )
+    variance = max(parts[0] + parts[1] - parts[2], *parts)
+    freedom = variance**2 / sum(part**2 / df for part, df in zip(parts, freedoms, strict=True))
+    return math.sqrt(variance), max(min(freedoms), math.floor(freedom))
 
 
 def student_quantile(level: float, freedom: int) -> float:

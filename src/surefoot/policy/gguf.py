@@ -1,11 +1,10 @@
-"""Reads GGUF v3 files into numpy and turns a llama-architecture one into Hugging Face config, weights and tokenizer.
+"""Reads GGUF v3 files into numpy; turns llama-architecture ones into Hugging Face config, weights, tokenizer.
 
 It must not know where files come from or go to: fetching, caching and loading are `models`' work.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +30,9 @@ _MAX_NESTING = 4  # arrays of arrays; a corrupt file must not exhaust the stack
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
-    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
-    27: "I64", 28: "F64", 30: "BF16",
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
+    11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 24: "I8",
+    25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16",
 }  # fmt: skip
 
 MetaValue = bool | int | float | str | list["MetaValue"]
@@ -91,7 +90,7 @@ _ENCODINGS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. ``shape`` is in numpy order (slowest dimension first), ``offset`` in bytes of the file."""
+    """Where a tensor lies: ``shape`` in numpy order (slowest dimension first), ``offset`` in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,7 +101,7 @@ class TensorInfo:
 def dequantise(raw: Bytes, encoding: str, shape: tuple[int, ...], *, name: str = "tensor") -> Floats:
     """Float32 array of ``shape`` from the stored bytes of a tensor.
 
-    Raises ``DataError`` for an encoding other than F32, F16, Q4_0, Q4_1, Q8_0 and for a length that does not fit.
+    Raises ``DataError`` for an encoding other than F32, F16, Q4_0, Q4_1, Q8_0 and for a wrong length.
     """
     size = _stored_size(name, encoding, shape)
     if raw.size != size:
@@ -114,12 +113,15 @@ def _stored_size(name: str, encoding: str, shape: tuple[int, ...]) -> int:
     """Bytes a tensor takes; quantisation blocks run along the last axis and never cross a row."""
     if encoding not in _ENCODINGS:
         raise DataError(
-            f"tensor {name!r} is stored as {encoding}, which this reader does not know; it reads {', '.join(_ENCODINGS)}"
+            f"tensor {name!r} is stored as {encoding}, which this reader does not know; "
+            f"it reads {', '.join(_ENCODINGS)}"
         )
     kind = _ENCODINGS[encoding]
     row = shape[-1] if shape else 1
     if row % kind.block:
-        raise DataError(f"tensor {name!r}: rows of {row} elements are no multiple of {encoding}'s {kind.block}")
+        raise DataError(
+            f"tensor {name!r}: rows of {row} elements are no multiple of {encoding}'s {kind.block}"
+        )
     count = 1
     for extent in shape:  # Python integers: a corrupt shape cannot overflow
         count *= extent
@@ -161,7 +163,9 @@ class _Cursor:
         if kind == _STRING:
             return self.string(what)
         if kind != _ARRAY or depth >= _MAX_NESTING:
-            raise DataError(f"{self.path}: {what} has value type {kind} at nesting {depth}, which GGUF does not know")
+            raise DataError(
+                f"{self.path}: {what} has value type {kind} at nesting {depth}, which GGUF does not know"
+            )
         inner, count = int(self.scalar("I", what)), int(self.scalar("Q", what))
         if inner in _SCALARS:
             layout = f"<{count}{_SCALARS[inner]}"
@@ -172,8 +176,10 @@ class _Cursor:
 
 
 class GGUF:
-    """An open, memory-mapped GGUF file: ``metadata`` by key and ``tensors`` by name. Nothing is dequantised before
-    `tensor` asks for it."""
+    """An open, memory-mapped GGUF file: ``metadata`` by key and ``tensors`` by name.
+
+    Nothing is dequantised before `tensor` asks for it.
+    """
 
     def __init__(
         self, path: Path, data: mmap.mmap, metadata: dict[str, MetaValue], tensors: dict[str, TensorInfo]
@@ -184,7 +190,7 @@ class GGUF:
         self._data = data
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as a fresh float32 array in numpy order. Raises ``DataError`` if absent or not readable."""
+        """The tensor as a fresh float32 array in numpy order. Raises ``DataError`` if absent."""
         if name not in self.tensors:
             raise DataError(f"{self.path}: no tensor {name!r} in the file")
         info = self.tensors[name]
@@ -198,6 +204,13 @@ class GGUF:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise DataError(f"{self.path}: metadata {key!r} should be {kind.__name__}, got {_brief(value)}")
         return value
+
+    def items(self, key: str, kind: type[Any]) -> list[Any]:
+        """A metadata array that has to be there, of values of one type."""
+        values = self.get(key, list)
+        if not all(isinstance(value, kind) for value in values):
+            raise DataError(f"{self.path}: metadata {key!r} should hold {kind.__name__} values only")
+        return values
 
 
 def _brief(value: object) -> str:
@@ -223,8 +236,12 @@ def read_gguf(path: str | Path) -> GGUF:
     cursor.take(len(MAGIC), "magic")
     version = int(cursor.scalar("I", "version"))
     if version != VERSION:
-        order = " (a big-endian file)" if version == int.from_bytes(VERSION.to_bytes(4, "little"), "big") else ""
-        raise DataError(f"{path}: GGUF version {version}{order}; this reader knows version {VERSION}, little-endian")
+        order = (
+            " (a big-endian file)" if version == int.from_bytes(VERSION.to_bytes(4, "little"), "big") else ""
+        )
+        raise DataError(
+            f"{path}: GGUF version {version}{order}; this reader knows version {VERSION}, little-endian"
+        )
     tensor_count, key_count = int(cursor.scalar("Q", "tensor count")), int(cursor.scalar("Q", "key count"))
     metadata: dict[str, MetaValue] = {}
     for index in range(key_count):
@@ -235,16 +252,22 @@ def read_gguf(path: str | Path) -> GGUF:
     return GGUF(path, data, metadata, _read_tensor_table(cursor, tensor_count, metadata))
 
 
-def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, MetaValue]) -> dict[str, TensorInfo]:
+def _read_tensor_table(
+    cursor: _Cursor, count: int, metadata: Mapping[str, MetaValue]
+) -> dict[str, TensorInfo]:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-        raise DataError(f"{cursor.path}: general.alignment is {_brief(alignment)}; it has to be a multiple of 8")
+        raise DataError(
+            f"{cursor.path}: general.alignment is {_brief(alignment)}; it has to be a multiple of 8"
+        )
     entries: dict[str, TensorInfo] = {}
     for index in range(count):
         name = cursor.string(f"name of tensor {index} of {count}")
         dimensions = int(cursor.scalar("I", f"dimensions of {name!r}"))
         if name in entries or dimensions > _MAX_DIMENSIONS:
-            raise DataError(f"{cursor.path}: tensor {name!r} is there twice or has {dimensions} dimensions (at most 4)")
+            raise DataError(
+                f"{cursor.path}: tensor {name!r} is there twice or has {dimensions} dimensions (at most 4)"
+            )
         # GGUF lists the fastest dimension first, numpy the slowest
         shape = tuple(int(cursor.scalar("Q", f"shape of {name!r}")) for _ in range(dimensions))[::-1]
         kind = int(cursor.scalar("I", f"type of {name!r}"))
@@ -257,7 +280,7 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, MetaV
 
 
 def _placed(cursor: _Cursor, info: TensorInfo, base: int) -> TensorInfo:
-    """The entry with its offset counted from the start of the file, after a check that its bytes are there."""
+    """The entry with its offset counted from the start of the file; its bytes are checked to be there."""
     start = base + info.offset
     size = _stored_size(info.name, info.encoding, info.shape)
     if start + size > len(cursor.data):
@@ -268,7 +291,9 @@ def _placed(cursor: _Cursor, info: TensorInfo, base: int) -> TensorInfo:
     return TensorInfo(info.name, info.shape, info.encoding, start)
 
 
-def write_gguf(path: str | Path, metadata: Mapping[str, MetaValue], tensors: Mapping[str, NDArray[Any]]) -> None:
+def write_gguf(
+    path: str | Path, metadata: Mapping[str, MetaValue], tensors: Mapping[str, NDArray[Any]]
+) -> None:
     """Write a GGUF v3 file; float32 and float16 arrays are stored as they are.
 
     Raises ``DataError`` for other array types and for metadata that GGUF cannot hold.
@@ -281,7 +306,9 @@ def write_gguf(path: str | Path, metadata: Mapping[str, MetaValue], tensors: Map
     body_size = 0
     for name, array in tensors.items():
         if array.dtype not in kinds or not 1 <= array.ndim <= _MAX_DIMENSIONS:
-            raise DataError(f"tensor {name!r}: {array.dtype} of shape {array.shape} cannot be written; use float32")
+            raise DataError(
+                f"tensor {name!r}: {array.dtype} of shape {array.shape} cannot be written; use float32"
+            )
         head += _encode_string(name) + struct.pack(f"<I{array.ndim}Q", array.ndim, *array.shape[::-1])
         head += struct.pack("<IQ", kinds[array.dtype], body_size)
         body_size += array.nbytes + -array.nbytes % _ALIGNMENT
@@ -312,7 +339,9 @@ def _encode(key: str, value: MetaValue) -> tuple[int, bytes]:
         items = [_encode(key, item) for item in value]
         if len({kind for kind, _ in items}) == 1:
             return _ARRAY, struct.pack("<IQ", items[0][0], len(items)) + b"".join(raw for _, raw in items)
-    raise DataError(f"metadata {key!r}: GGUF cannot hold {_brief(value)}; lists must be filled and of one type")
+    raise DataError(
+        f"metadata {key!r}: GGUF cannot hold {_brief(value)}; lists must be filled and of one type"
+    )
 
 
 # ---- llama architecture -> Hugging Face
@@ -347,19 +376,27 @@ def llama_config(file: GGUF) -> dict[str, Any]:
     if scaling := [key for key in file.metadata if key.startswith("llama.rope.scaling")]:
         raise DataError(f"{file.path}: {scaling[0]!r} is set; scaled rotary embeddings cannot be converted")
     hidden, heads = file.get("llama.embedding_length", int), file.get("llama.attention.head_count", int)
+    key_heads, layers = file.get("llama.attention.head_count_kv", int), file.get("llama.block_count", int)
     rotary = file.metadata.get("llama.rope.dimension_count", hidden // max(heads, 1))
-    if heads < 1 or hidden % heads or rotary != hidden // heads:
-        raise DataError(f"{file.path}: {hidden} wide, {heads} heads, {rotary} rotary dimensions: do not fit together")
+    if min(heads, key_heads) < 1 or hidden % (2 * heads) or heads % key_heads or rotary != hidden // heads:
+        raise DataError(
+            f"{file.path}: {hidden} wide, {heads} query heads, {key_heads} key heads and {rotary} "
+            f"rotary dimensions do not fit together"
+        )
+    if layers > len(file.tensors):  # a corrupt count must not make us list four thousand million names
+        raise DataError(
+            f"{file.path}: llama.block_count is {layers}, but there are {len(file.tensors)} tensors"
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "vocab_size": len(file.get("tokenizer.ggml.tokens", list)),
+        "vocab_size": len(file.items("tokenizer.ggml.tokens", str)),
         "hidden_size": hidden,
         "intermediate_size": file.get("llama.feed_forward_length", int),
-        "num_hidden_layers": file.get("llama.block_count", int),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get("llama.attention.head_count_kv", int),
+        "num_key_value_heads": key_heads,
         "head_dim": hidden // heads,
         "hidden_act": "silu",
         "max_position_embeddings": file.get("llama.context_length", int),
@@ -378,7 +415,7 @@ def llama_config(file: GGUF) -> dict[str, Any]:
 def llama_weights(file: GGUF) -> Iterator[tuple[str, Floats]]:
     """Hugging Face names and float32 weights; query and key rows are put back into rotate-half order.
 
-    Every tensor of the file is named once. Raises ``DataError`` if one is unknown, missing or of a wrong shape.
+    Raises ``DataError`` if a tensor is unknown, missing or of a wrong shape.
     """
     shapes = _llama_shapes(llama_config(file))
     names = {name: _huggingface_name(file, name) for name in file.tensors}
@@ -389,7 +426,8 @@ def llama_weights(file: GGUF) -> Iterator[tuple[str, Floats]]:
     for name, target in names.items():
         if file.tensors[name].shape != shapes.get(target):
             raise DataError(
-                f"{file.path}: tensor {name!r} has shape {file.tensors[name].shape}, expected {shapes.get(target)}"
+                f"{file.path}: tensor {name!r} has shape {file.tensors[name].shape}, "
+                f"expected {shapes.get(target)}"
             )
         weight = file.tensor(name)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
@@ -404,7 +442,9 @@ def _huggingface_name(file: GGUF, name: str) -> str:
         case ["blk", layer, part, "weight"] if layer.isdecimal() and part in _LAYER_NAMES:
             return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
         case _:
-            raise DataError(f"{file.path}: tensor {name!r} belongs to no plain llama model; it cannot be converted")
+            raise DataError(
+                f"{file.path}: tensor {name!r} belongs to no plain llama model; it cannot be converted"
+            )
 
 
 def _llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -434,29 +474,37 @@ def _llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def unpermute(weight: Floats, heads: int) -> Floats:
-    """Rows of a ``[heads * dim, in]`` projection from GGUF's interleaved rotary pairs (2i, 2i + 1) to the two halves
-    (i, i + dim / 2) that Hugging Face's llama rotates."""
+    """Rows of a ``[heads * dim, in]`` projection in the order that Hugging Face's llama rotates.
+
+    GGUF keeps rotary pairs side by side (2i, 2i + 1), Hugging Face in two halves (i, i + dim / 2).
+    """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
 
 
 def gguf_tokenizer(file: GGUF) -> Tokenizer:
-    """The byte-level BPE tokenizer of a file whose pre-tokenizer is ``smollm``: digits stand alone, then GPT-2's rule.
+    """The byte-level BPE tokenizer of a ``smollm`` file: digits stand alone, the rest splits as in GPT-2.
 
     Raises ``DataError`` for another tokenizer kind or a vocabulary that does not hold its own merges.
     """
     kind, rule = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
     if (kind, rule) != ("gpt2", "smollm"):
-        raise DataError(f"{file.path}: tokenizer {kind!r} with pre-tokenizer {rule!r}; only 'gpt2' with 'smollm' is known")
+        raise DataError(
+            f"{file.path}: tokenizer {kind!r} with pre-tokenizer {rule!r}; only 'gpt2' with 'smollm' is known"
+        )
     if file.metadata.get("tokenizer.ggml.add_bos_token", False):
-        raise DataError(f"{file.path}: tokenizer.ggml.add_bos_token is set; such a tokenizer cannot be converted")
-    tokens = cast("list[str]", file.get("tokenizer.ggml.tokens", list))
-    merges = [tuple(merge.split(" ")) for merge in cast("list[str]", file.get("tokenizer.ggml.merges", list))]
-    types = cast("list[int]", file.get("tokenizer.ggml.token_type", list))
+        raise DataError(
+            f"{file.path}: tokenizer.ggml.add_bos_token is set; such a tokenizer cannot be converted"
+        )
+    tokens = file.items("tokenizer.ggml.tokens", str)
+    merges = [tuple(merge.split(" ")) for merge in file.items("tokenizer.ggml.merges", str)]
+    types = file.items("tokenizer.ggml.token_type", int)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
-        raise DataError(f"{file.path}: {len(tokens)} tokens, {len(vocabulary)} different, {len(types)} token types")
+        raise DataError(
+            f"{file.path}: {len(tokens)} tokens, {len(vocabulary)} different, {len(types)} token types"
+        )
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
             raise DataError(f"{file.path}: merge {' '.join(merge)!r} is not of two tokens that make a third")
@@ -473,7 +521,7 @@ def byte_level_tokenizer(
 ) -> Tokenizer:
     """A GPT-2 style BPE tokenizer over bytes, without prefix space or any token added to the text.
 
-    A byte whose character is not in ``vocabulary`` is left out of the ids: no unknown token is put in its place,
+    A byte whose character is not in ``vocabulary`` is left out of the ids: no unknown token takes its place,
     because a special id may not come out of plain text.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -488,22 +536,3 @@ def byte_level_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
-
-
-def tokenizer_files(
-    tokenizer: Tokenizer, *, bos: str, eos: str, pad: str, unknown: str, context: int, chat_template: str
-) -> dict[str, str]:
-    """File names and texts that make a folder loadable by ``AutoTokenizer``."""
-    roles = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "unk_token": unknown}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **roles,
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": chat_template,
-    }
-    return {
-        "tokenizer.json": tokenizer.to_str(pretty=False),
-        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False),
-        "special_tokens_map.json": json.dumps(roles, indent=2, ensure_ascii=False),
-    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -94,6 +95,8 @@ class Reward:
 
     async def score(self, episodes: Sequence[Episode], pool: WorkerPool) -> list[Score]:
         """One Score for each episode. Raises RewardError when a group reward's length is wrong."""
+        if not episodes:
+            return []
         if self.group:
             return await self._score_group(episodes, pool)
         return [await self._guarded(lambda e=episode: self.function(e), pool) for episode in episodes]
@@ -131,8 +134,11 @@ class Reward:
         evidence = ""
         if isinstance(value, Scored):
             value, evidence = value.value, value.evidence
-        if isinstance(value, bool | int | float):
-            number = float(value)
+        if isinstance(value, numbers.Real):
+            try:
+                number = float(value)
+            except OverflowError:
+                return Unscored("returned a number too large for a float", self.name)
             if not math.isfinite(number):
                 return Unscored(f"returned {number}", self.name)
             low, high = self.span
@@ -160,7 +166,8 @@ def reward(
 ) -> Callable[[EpisodeFunction | GroupFunction], Reward]:
     """Declare a reward. The trust tier has no default: a reward without one cannot exist.
 
-    Raises ConfigError for a span that is empty or not finite, a zero weight, or a wrong signature.
+    Raises ConfigError for a span that is empty or not finite, a zero weight, a resolution or
+    deadline that is not positive, or a wrong signature.
     """
     if not isinstance(trust, Trust):  # pyright: ignore[reportUnnecessaryIsInstance]  users may pass an int
         raise ConfigError(f"reward trust is {trust!r}; use Trust.VERIFIED, Trust.LEARNED or Trust.IMPLICIT")
@@ -169,6 +176,10 @@ def reward(
         raise ConfigError(f"reward span is {span}; it must be two finite numbers, low < high")
     if weight == 0 or not math.isfinite(weight):
         raise ConfigError(f"reward weight is {weight}; it must be finite and not 0")
+    if resolution is not None and not (math.isfinite(resolution) and resolution > 0):
+        raise ConfigError(f"reward resolution is {resolution}; it must be > 0, or None where it is not known")
+    if not seconds > 0:
+        raise ConfigError(f"reward seconds is {seconds}; a deadline must be > 0")
 
     def decorate(function: EpisodeFunction | GroupFunction) -> Reward:
         own = name or function.__name__

@@ -98,8 +98,8 @@ class RewardSuite:
         columns = [await item.score(alive, self.pool) for item in self.rewards]
         rows = [tuple(column[i] for column in columns) for i in range(len(alive))]
         finals = self._join(alive, rows)
-        by_id = {e.id: Outcome(row, final) for e, row, final in zip(alive, rows, finals, strict=True)}
-        return [by_id.get(episode.id) or self._fault(episode.stop) for episode in episodes]
+        outcomes = iter([Outcome(row, final) for row, final in zip(rows, finals, strict=True)])
+        return [self._fault(e.stop) if e.stop.is_fault else next(outcomes) for e in episodes]
 
     def _fault(self, stop: StopReason) -> Outcome:
         reason = f"episode ended by a fault: {stop.value}"

@@ -7,6 +7,7 @@ what an environment or a reward is.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import re
@@ -112,12 +113,25 @@ def is_tool(value: object) -> bool:
 
 def make_tool(function: Callable[..., Any]) -> Tool:
     """Build a Tool from a typed function (bound methods lose ``self``). Raises ConfigError."""
+    if inspect.ismethod(function):
+        model, schema, description = _described(function.__func__, True)
+    else:
+        model, schema, description = _described(function, False)
+    return Tool(function.__name__, description, schema, function, model)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(function: Callable[..., Any], bound: bool) -> tuple[type[BaseModel], dict[str, Any], str]:
+    """(argument model, JSON schema, description); cached, since every episode binds the same methods."""
     name = function.__name__
     if not _NAME.match(name):
         raise ConfigError(f"tool name {name!r} is not valid; use letters, digits, '_' and '-', at most 64")
-    hints = get_type_hints(function)
+    try:
+        hints = get_type_hints(function)
+    except NameError as error:
+        raise ConfigError(f"tool {name!r}: a type cannot be resolved: {error}") from error
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in list(inspect.signature(function).parameters.values())[int(bound) :]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tool {name!r}: *{parameter.name} cannot be described; name each argument")
         if parameter.name not in hints:
@@ -131,8 +145,7 @@ def make_tool(function: Callable[..., Any]) -> Tool:
     for value in cast("dict[str, dict[str, Any]]", schema.get("properties", {})).values():
         value.pop("title", None)
     schema.setdefault("properties", {})
-    description = " ".join((inspect.getdoc(function) or "").split())
-    return Tool(name, description, schema, function, model)
+    return model, schema, " ".join((inspect.getdoc(function) or "").split())
 
 
 def tools_of(owner: object) -> tuple[Tool, ...]:
@@ -146,19 +159,20 @@ def tools_of(owner: object) -> tuple[Tool, ...]:
 
 
 async def _one(tools: Mapping[str, Tool], call: ToolCall, seconds: float, limit: int) -> ToolResult:
+    ok = False
     known = tools.get(call.name)
     if known is None:
-        hint = nearest(call.name, tools)
-        return ToolResult(call.id, call.name, f"Error: there is no tool {call.name!r}; {hint}", ok=False)
-    try:
-        text = await asyncio.wait_for(known.run(call.arguments), seconds)
-    except ToolError as error:
-        return ToolResult(call.id, call.name, f"Error: {error}", ok=False)
-    except TimeoutError:
-        return ToolResult(call.id, call.name, f"Error: {call.name} took longer than {seconds:g} s", ok=False)
-    if len(text) > limit:
+        text = f"Error: there is no tool {call.name!r}; {nearest(call.name, tools)}"
+    else:
+        try:
+            text, ok = await asyncio.wait_for(known.run(call.arguments), seconds), True
+        except ToolError as error:
+            text = f"Error: {error}"
+        except TimeoutError:
+            text = f"Error: {call.name} took longer than {seconds:g} s"
+    if len(text) > limit:  # error texts too: they may echo what the policy wrote
         text = f"{text[:limit]} … (cut: {len(text)} characters, limit {limit})"
-    return ToolResult(call.id, call.name, text, ok=True)
+    return ToolResult(call.id, call.name, text, ok)
 
 
 async def run_calls(

@@ -1,0 +1,292 @@
+"""Samples from a local model: batched, with keys and values kept across turns and shared.
+
+A group's prompt is computed once; members whose contexts are still identical share one row and
+part when they sample different tokens. Must not know tasks, rewards or training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from surefoot.core.errors import DataError
+from surefoot.core.types import Finish, Int32, Sampling
+from surefoot.engines.base import Sample, SampleRequest
+from surefoot.engines.cache import Cache, PromptSlot, Row, RowAttention
+from surefoot.policy.forward import head_of, hidden_states, restrict
+from surefoot.policy.trie import TrieAttention, build_trie
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A request in progress."""
+
+    request: SampleRequest
+    future: asyncio.Future[Sample]
+    uniforms: np.ndarray[tuple[int], np.dtype[np.float64]]
+    limit: int
+    prefilled: int = 0
+    cached: int = 0
+    row: Row | None = None
+    tokens: list[int] = field(default_factory=lambda: [])
+    logprobs: list[float] = field(default_factory=lambda: [])
+
+
+class LocalEngine:
+    """An :class:`surefoot.engines.base.Engine` on a model in this process.
+
+    ``deterministic`` decodes only when every entered slot waits for a sample, so that batches,
+    and with them all bits, do not depend on timing. Weights are the model's own: training and
+    sampling share one copy.
+    """
+
+    def __init__(self, model: nn.Module, *, context: int, deterministic: bool = True) -> None:
+        self._model = model
+        self._context = context
+        self._deterministic = deterministic
+        self._version = 0
+        self._slots = 0
+        self._pending: list[_Turn] = []
+        self._active: list[_Turn] = []
+        self._rows: dict[str, Row] = {}
+        self._cache = Cache(model)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.decode_steps = 0
+        self.rows_computed = 0
+        self.tokens_sampled = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    def enter(self) -> None:
+        self._slots += 1
+
+    def leave(self) -> None:
+        self._slots -= 1
+        self._wake.set()
+
+    def release(self, session: str) -> None:
+        row = self._rows.pop(session, None)
+        if row is not None:
+            self._cache.detach(row, session)
+
+    def new_version(self, version: int) -> None:
+        if self._active or self._pending:
+            raise DataError("weights changed while turns were being sampled; wait for them first")
+        self._version = version
+        self._rows.clear()
+        self._cache.clear()
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Sample one turn. Raises DataError for an empty context; a full context finishes at once."""
+        if len(request.tokens) == 0:
+            raise DataError(f"session {request.session}: the context is empty; there is nothing to continue")
+        room = self._context - len(request.tokens)
+        if room < 1:
+            empty = np.zeros(0, np.int32)
+            return Sample(empty, empty.astype(np.float32), Finish.CONTEXT, self._version)
+        loop = asyncio.get_running_loop()
+        limit = min(request.sampling.max_tokens, room)
+        uniforms = np.random.Generator(np.random.Philox(request.seed)).random(limit)
+        turn = _Turn(request, loop.create_future(), uniforms, limit)
+        self._pending.append(turn)
+        if self._task is None or self._task.done():
+            self._wake = asyncio.Event()
+            self._task = loop.create_task(self._run())
+        self._wake.set()
+        return await turn.future
+
+    async def _run(self) -> None:
+        while self._pending or self._active:
+            if self._deterministic and len(self._pending) + len(self._active) < self._slots:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                self._step()
+            except Exception as error:  # every waiting caller must hear of it; none may hang
+                self._fail(error)
+            await asyncio.sleep(0)
+
+    def _fail(self, error: Exception) -> None:
+        for turn in [*self._pending, *self._active]:
+            if not turn.future.done():
+                turn.future.set_exception(error)
+        self._pending.clear()
+        self._active.clear()
+        self._rows.clear()
+        self._cache.clear()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Admit what waits, compute one batch, sample one token for every active turn."""
+        self._drop_cancelled()
+        arrived = sorted(self._pending, key=lambda turn: turn.request.session)
+        self._pending.clear()
+        self._active.extend(arrived)
+        fresh = [turn for turn in arrived if not self._continue(turn)]
+        if fresh:
+            self._prefill(fresh)
+        rows = self._cache.hungry()
+        if rows:
+            self._feed(rows)
+        if self._active:
+            self._draw()
+
+    def _drop_cancelled(self) -> None:
+        for turn in [turn for turn in self._active if turn.future.done()]:
+            self._active.remove(turn)
+            self.release(turn.request.session)
+        self._pending = [turn for turn in self._pending if not turn.future.done()]
+
+    def _continue(self, turn: _Turn) -> bool:
+        """Attach a turn to its session's cached row if the context merely grew."""
+        session = turn.request.session
+        row = self._rows.get(session)
+        if row is None:
+            return False
+        tokens = turn.request.tokens
+        known = row.known
+        if known >= len(tokens) or not row.matches(tokens[:known]):
+            self.release(session)
+            return False
+        turn.cached, turn.prefilled = known, len(tokens) - known
+        turn.row = self._cache.extend(row, session, tokens[known:])
+        self._rows[session] = turn.row
+        return True
+
+    def _prefill(self, turns: Sequence[_Turn]) -> None:
+        """Compute the prompts that are new, each distinct one once, and attach their sessions."""
+        wanted: dict[bytes, list[_Turn]] = {}
+        for turn in turns:
+            wanted.setdefault(turn.request.tokens.tobytes(), []).append(turn)
+        missing = [group[0].request.tokens for key, group in wanted.items() if self._cache.find(key) is None]
+        if missing:
+            self._compute_prompts(missing)
+        for key, group in wanted.items():
+            prompt = self._cache.find(key)
+            assert prompt is not None
+            for i, turn in enumerate(group):
+                turn.cached = len(turn.request.tokens) if i else 0
+                turn.prefilled = 0 if i else len(turn.request.tokens)
+                turn.row = self._cache.attach(prompt, turn.request.session)
+                self._rows[turn.request.session] = turn.row
+
+    def _compute_prompts(self, prompts: Sequence[Int32]) -> None:
+        trie = build_trie(prompts)
+        layout = _RecordingTrie(trie, self._cache.layers)
+        tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
+        hidden = hidden_states(self._model, tokens, positions, layout)
+        for prompt, place in zip(prompts, trie.places, strict=True):
+            index = torch.from_numpy(place)
+            keys = [k.index_select(1, index) for k in layout.keys]
+            values = [v.index_select(1, index) for v in layout.values]
+            self._cache.add_prompt(PromptSlot(prompt, hidden[index[-1]].clone()), keys, values)
+
+    def _feed(self, rows: list[Row]) -> None:
+        """Run the rows' waiting tokens through the model; each row then holds its last hidden state."""
+        layout = RowAttention(self._cache, rows)
+        tokens = torch.tensor([token for row in rows for token in row.waiting])
+        hidden = hidden_states(self._model, tokens, layout.positions, layout)
+        last = hidden.index_select(0, layout.last)
+        for i, row in enumerate(rows):
+            row.advance(last[i])
+        self.rows_computed += len(rows)
+
+    def _draw(self) -> None:
+        """Sample one token for each active turn from its row's distribution; rows part as needed."""
+        self.decode_steps += 1
+        rows: dict[Row, list[_Turn]] = {}
+        for turn in self._active:
+            assert turn.row is not None
+            rows.setdefault(turn.row, []).append(turn)
+        by_sampling: dict[Sampling, list[Row]] = {}
+        for row, turns in rows.items():
+            for sampling in dict.fromkeys(turn.request.sampling for turn in turns):
+                by_sampling.setdefault(sampling, []).append(row)
+        head = head_of(self._model)
+        for sampling, members in by_sampling.items():
+            logits = torch.stack([row.hidden for row in members]) @ head.T
+            for turn, token, logprob in self._pick(logits, sampling, members, rows):
+                turn.tokens.append(token)
+                turn.logprobs.append(logprob)
+        for row, turns in rows.items():
+            self._part(row, turns)
+        self._active = [turn for turn in self._active if not turn.future.done()]
+
+    def _pick(
+        self, logits: Tensor, sampling: Sampling, members: Sequence[Row], rows: dict[Row, list[_Turn]]
+    ) -> list[tuple[_Turn, int, float]]:
+        """Inverse-CDF draws, one uniform a turn; float64 sums so that rare tokens keep their mass."""
+        pairs = [(i, t) for i, row in enumerate(members) for t in rows[row] if t.request.sampling == sampling]
+        which = torch.tensor([i for i, _ in pairs])
+        if sampling.temperature == 0:
+            best = logits.argmax(-1)[which].tolist()
+            return [(turn, token, 0.0) for (_, turn), token in zip(pairs, best, strict=True)]
+        logp = torch.log_softmax(restrict(logits, sampling), dim=-1)
+        mass = torch.cumsum(logp.exp(), dim=-1, dtype=torch.float64)
+        drawn = torch.tensor([turn.uniforms[len(turn.tokens)] for _, turn in pairs], dtype=torch.float64)
+        picked = torch.searchsorted(mass[which], (drawn * mass[which, -1])[:, None], right=True)[:, 0]
+        picked.clamp_(max=logits.shape[-1] - 1)
+        values = logp[which, picked].tolist()
+        return [
+            (turn, *pick)
+            for (_, turn), pick in zip(pairs, zip(picked.tolist(), values, strict=True), strict=True)
+        ]
+
+    def _part(self, row: Row, turns: Sequence[_Turn]) -> None:
+        """Finish turns that ended; the others go on with the token they drew, in their own row if needed."""
+        going: dict[int, list[str]] = {}
+        by_session = {turn.request.session: turn for turn in turns}
+        for turn in turns:
+            self.tokens_sampled += 1
+            finish = self._finish(turn)
+            if finish is None:
+                going.setdefault(turn.tokens[-1], []).append(turn.request.session)
+                continue
+            turn.future.set_result(
+                Sample(
+                    np.array(turn.tokens, np.int32),
+                    np.array(turn.logprobs, np.float32),
+                    finish,
+                    self._version,
+                    turn.prefilled,
+                    turn.cached,
+                )
+            )
+        for token, sessions in going.items():
+            target = self._cache.move(row, sessions, [token])
+            for session in sessions:
+                by_session[session].row = target
+                self._rows[session] = target
+
+    def _finish(self, turn: _Turn) -> Finish | None:
+        if turn.tokens[-1] in turn.request.stop_ids:
+            return Finish.STOP
+        if len(turn.tokens) < turn.limit:
+            return None
+        return Finish.LENGTH if turn.limit == turn.request.sampling.max_tokens else Finish.CONTEXT
+
+
+class _RecordingTrie(TrieAttention):
+    """Trie attention that keeps every layer's keys and values for the cache."""
+
+    def __init__(self, trie: object, layers: int) -> None:
+        super().__init__(trie)  # pyright: ignore[reportArgumentType]
+        self.keys: list[Tensor] = [torch.empty(0)] * layers
+        self.values: list[Tensor] = [torch.empty(0)] * layers
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.keys[layer], self.values[layer] = k, v
+        return super().attend(layer, q, k, v, scale)

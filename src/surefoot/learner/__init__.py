@@ -1,0 +1,1 @@
+"""The learner: packs trajectories, recomputes their log-probabilities, updates the weights."""

@@ -1,0 +1,32 @@
+"""Objectives are losses over sampled tokens: pure functions on tensors that know no run, model or config."""
+
+from surefoot.objectives.kl import KlKind, kl_estimate
+from surefoot.objectives.policy_gradient import (
+    Aggregate,
+    Clip,
+    Level,
+    PolicyLoss,
+    Ratio,
+    decoupled,
+    icepop,
+    offpolicy_sequence_mask,
+    policy_gradient,
+    token_weights,
+    truncated_importance,
+)
+
+__all__ = [
+    "Aggregate",
+    "Clip",
+    "KlKind",
+    "Level",
+    "PolicyLoss",
+    "Ratio",
+    "decoupled",
+    "icepop",
+    "kl_estimate",
+    "offpolicy_sequence_mask",
+    "policy_gradient",
+    "token_weights",
+    "truncated_importance",
+]

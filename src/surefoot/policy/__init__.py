@@ -1,0 +1,1 @@
+"""Policies: loading models, rendering messages to tokens and back, running their layers."""

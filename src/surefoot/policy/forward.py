@@ -1,0 +1,131 @@
+"""Runs a causal language model over packed tokens with an attention layout that the caller owns.
+
+Sampling and training both go through here, so both see the same numbers. Works with any
+transformers model that dispatches to the attention interface. Must not know tasks or rewards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.core.types import Sampling
+
+_NAME = "surefoot"
+
+
+class AttentionLayout(Protocol):
+    """Decides what each packed token may see, and owns the keys and values of earlier tokens."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q: float[Hq, N, D], k and v: float[Hkv, N, D], already rotated -> float[N, Hq, D]."""
+        ...
+
+
+def _interface(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    layout = cast("AttentionLayout", kwargs["layout"])
+    layer = cast("int", module.layer_idx)
+    return layout.attend(layer, query[0], key[0], value[0], float(kwargs["scaling"]))[None], None
+
+
+def install(model: nn.Module) -> None:
+    """Route ``model``'s attention through :class:`AttentionLayout`. Idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _interface)
+    cast("Any", model).set_attn_implementation(_NAME)
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers causal-LM inside ``model``, also when adapters are wrapped around it."""
+    getter = getattr(model, "get_base_model", None)
+    return getter() if getter is not None else model
+
+
+def head_of(model: nn.Module) -> Tensor:
+    """The vocabulary projection: float[V, d]."""
+    return cast("Tensor", base_of(model).get_output_embeddings().weight)
+
+
+def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+    """Final hidden states of packed tokens.
+
+    tokens, positions: int64[N] -> float[N, d], after the last norm.
+    """
+    decoder = base_of(model).get_decoder()
+    out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
+    return cast("Tensor", out.last_hidden_state)[0]
+
+
+def restrict(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits of the distribution that is sampled: temperature, then top-k, then top-p.
+
+    logits: float[R, V] -> float[R, V], -inf outside the support. Temperature 0 is left to the caller.
+    """
+    if sampling.temperature not in (0.0, 1.0):
+        logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = torch.topk(logits, sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, index = torch.sort(logits, dim=-1, descending=True)
+        share = torch.softmax(ordered, dim=-1)
+        # A token stays while the mass before it is below top_p, so the first always stays.
+        outside = torch.cumsum(share, dim=-1) - share >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), float("-inf"))
+    return logits
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """log p(target) per row without ever holding [rows, vocabulary] for more than one chunk."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  the documented torch signature
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, sampling: Sampling, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, head, targets)
+        ctx.sampling, ctx.chunk = sampling, chunk
+        out = torch.empty(len(targets), dtype=hidden.dtype)
+        entropy = torch.empty(len(targets), dtype=hidden.dtype)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            logp = torch.log_softmax(restrict(hidden[rows] @ head.T, sampling), dim=-1)
+            out[rows] = logp.gather(1, targets[rows, None])[:, 0]
+            entropy[rows] = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return out, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad = cast("Tensor", grads[0])
+        hidden, head, targets = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        scale = 1.0 / (ctx.sampling.temperature or 1.0)
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(targets), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            p = torch.softmax(restrict(hidden[rows] @ head.T, ctx.sampling), dim=-1).neg_()
+            p[torch.arange(len(p)), targets[rows]] += 1.0
+            p *= grad[rows, None] * scale
+            torch.mm(p, head, out=grad_hidden[rows])
+            if grad_head is not None:
+                grad_head.addmm_(p.T, hidden[rows])
+        return grad_hidden, grad_head, None, None, None
+
+
+def selected_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, sampling: Sampling, *, chunk: int = 256
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and entropy under the sampled distribution; peak memory is chunk x V.
+
+    hidden: float[R, d], head: float[V, d], targets: int64[R] -> (float[R] with gradient, float[R] without).
+    A target outside a top-k/top-p support gets -inf.
+    """
+    return cast(
+        "tuple[Tensor, Tensor]",
+        _SelectedLogprobs.apply(hidden, head, targets, sampling, chunk),  # pyright: ignore[reportArgumentType]
+    )
