@@ -43,7 +43,9 @@ def segment(provenance: list[Provenance], **changes: Any) -> Segment:
     return Segment(**(columns | changes))
 
 
-def trajectory(segments: tuple[Segment, ...], spans: list[tuple[int, int, int]], **changes: Any) -> Trajectory:
+def trajectory(
+    segments: tuple[Segment, ...], spans: list[tuple[int, int, int]], **changes: Any
+) -> Trajectory:
     turns = tuple(Turn(i, s, a, b, Action("")) for i, (s, a, b) in enumerate(spans))
     values: dict[str, Any] = {
         "id": "t0", "task_id": "task", "group_id": "g", "segments": segments, "turns": turns,
@@ -116,7 +118,12 @@ def test_numbers_that_are_not_finite_are_refused_everywhere(value: float) -> Non
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"max_tokens": 0}, "max_")],
+    [
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_tokens": 0}, "max_"),
+    ],
 )
 def test_sampling_refuses_settings_out_of_range(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=says):

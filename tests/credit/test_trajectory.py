@@ -188,6 +188,17 @@ def test_order_of_samples_is_irrelevant_bit_for_bit(name: str, batch: Batch, see
     assert torch.equal(fast(returns[p], group[p], valid[p], lengths[p]), straight[p])
 
 
+def test_opo_is_order_free_when_returns_tie_and_lengths_differ() -> None:
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.full((20,), 0.1, dtype=torch.float64)
+    returns[0] = -0.7
+    group, lengths = torch.zeros(20, dtype=torch.int64), torch.randint(1, 999, (20,), generator=generator)
+    straight = credit.opo(returns, group, lengths)
+    for _ in range(20):
+        p = torch.randperm(20, generator=generator)
+        assert torch.equal(credit.opo(returns[p], group, lengths[p]), straight[p])
+
+
 @pytest.mark.parametrize("name", GROUPED)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(batch=batches())

@@ -35,6 +35,9 @@ T = TypeVar("T")
 # Most that a policy without knowledge may solve: of the tasks that need work, and of all tasks.
 _NULL_CALL = 0.1
 _NULL_ALL = 0.5
+# A share of fewer tasks, or an overlap sought in fewer, says little.
+_NULL_TASKS = 20
+_SPLIT_TASKS = 50
 _CANARY_TEXT = "canary7f3a91c2e6"
 _CANARY_NUMBER = 918273645546372819
 _TIE = 1e-9
@@ -70,8 +73,10 @@ def check_environment(
 ) -> Report:
     """Check the promises that every environment makes, on ``tasks`` train tasks of each variant.
 
+    Null policies get at least 20 tasks, splits are compared on at least 50 for each of three seeds.
     An episode that takes longer than ``seconds`` fails its item. What the environment raises becomes
-    a failed item too. Raises ConfigError when ``tasks`` < 1; not callable inside a running event loop.
+    a failed item too. Tasks with ``metadata["needs_call"]`` False state their answer: a null policy may
+    solve those. Raises ConfigError when ``tasks`` < 1; not callable inside a running event loop.
     """
     _at_least_one(tasks)
     return asyncio.run(_EnvironmentCheck(cls, tasks, seed, seconds).report())
@@ -211,7 +216,7 @@ class _EnvironmentCheck(_Check):
 
     async def splits(self) -> _Verdict:
         owners: dict[str, tuple[str, str]] = {}
-        limit = max(100, self.count)
+        limit = max(_SPLIT_TASKS, self.count)
         for variant in self.cls.variants:
             for split in SPLITS:
                 for seed in range(self.seed, self.seed + 3):
@@ -269,7 +274,7 @@ class _EnvironmentCheck(_Check):
             return None, "no rewards"
         worst = ("", 0.0)
         for variant in self.cls.variants:
-            tasks = self.tasks(variant)
+            tasks = self.tasks(variant, limit=max(self.count, _NULL_TASKS))
             for name, policy in (await self.nulls(tasks)).items():
                 hits = [await self.hit(reward, task, policy) for task in tasks]
                 calling = [

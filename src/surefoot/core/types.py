@@ -218,15 +218,20 @@ class Segment:
         """bool[N]: True exactly on tokens that the policy sampled."""
         return self.provenance == Provenance.SAMPLED
 
+    @property
+    def acted(self) -> npt.NDArray[np.bool_]:
+        """bool[N]: True on tokens of the agent's own turns, sampled or forced by a script."""
+        return self.sampled | (self.provenance == Provenance.FORCED)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One decision of the policy: where its sampled tokens stand and what came of them.
+    """One decision of the agent: where its own tokens stand and what came of them.
 
-    ``start:stop`` is the span of sampled tokens inside ``segments[segment]``.
+    ``start:stop`` is the span of sampled (or, from a script, forced) tokens in ``segments[segment]``.
     """
 
     index: int

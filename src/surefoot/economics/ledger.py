@@ -21,9 +21,7 @@ from surefoot.economics.prices import PriceTable
 
 By = Literal["arm", "stage", "phase"]
 SCHEMA_VERSION: Final = 1
-_DURATION = re.compile(
-    r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
-)
+_DURATION = re.compile("".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms"), re.ASCII)
 _UNITS: Final = (86400.0, 3600.0, 60.0, 1.0)
 _COUNTS: Final = tuple(field.name for field in dataclasses.fields(Cost) if field.name != "usd")
 

@@ -227,7 +227,7 @@ class ChatMLRenderer:
         Only the last id tells whether the turn is closed: with ``pad == eos`` a search for the last
         end token would take padding, or a token of an earlier turn, for the end of this one.
         """
-        if not new_messages or any(message.get("role") == "assistant" for message in new_messages):
+        if any(message.get("role") == "assistant" for message in new_messages):
             return None
         out = _frame(new_messages)
         out.add(previous_prompt_ids, -1)

@@ -6,6 +6,7 @@ must not know engines, environments or rewards.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -33,8 +34,12 @@ if TYPE_CHECKING:
     from surefoot.policy.models import LoadedModel
 
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ZERO_WIDTH_SPACE = "\u200b"
 _PARTIAL = "\ufffd"
+# Whether a tool exists and a value fits its type is for the environment to say; formats without quotes
+# report "invalid_json" where they took a value for text.
+_READABLE = ("ok", "unknown_tool", "invalid_json")
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens that may have to be decoded together
 
 
@@ -175,11 +180,12 @@ class Codec:
         named = (ToolCall(f"call_{offset + i}", name, values) for i, (name, values) in enumerate(calls))
         return Action(parsed.text, tuple(named), parsed.malformed, finish)
 
-    def encode_action(self, action: Action) -> Int32:
+    def encode_action(self, action: Action, *, tools: Sequence[Tool] = ()) -> Int32:
         """int32[K]: what a policy would have sampled for ``action``, stop token included unless cut.
 
         Raises DataError if the action cannot be written so that it is read back as the same calls and
-        (but for outer blank space) the same text, for example when its text holds a call's tag.
+        (but for outer blank space) the same text, for example when its text holds a call's tag. For
+        ``tools`` see :meth:`parse`.
         """
         if action.malformed:
             raise DataError("an action with malformed calls cannot be encoded; encode what it should say")
@@ -189,7 +195,7 @@ class Codec:
             ids = self._rendered_turn(action)
         if action.finish is Finish.STOP:
             ids = [*ids, self.stop_ids[0]]
-        back = self.parse(ids, action.finish)
+        back = self.parse(ids, action.finish, tools=tools)
         if back.malformed or _spoken(back) != _spoken(action):
             raise DataError(f"an action does not survive encoding: {action!r} is read back as {back!r}")
         return np.asarray(ids, dtype=np.int32)
@@ -359,13 +365,13 @@ def make_codec(loaded: LoadedModel) -> Codec:
 
 
 def _known_renderer(name: str, tokenizer: FastTokenizer) -> Renderer | None:
-    """The hand-written renderer for exactly this model name; a fine-tune may have another template."""
-    if "/" not in name and "/" not in tokenizer.name_or_path:
+    """The hand-written renderer for exactly this hub id; a fine-tune may have another template."""
+    if not _HUB_ID.fullmatch(name):
         return None  # only hub ids are listed; saves loading the package for the small models
     create, config = _upstream()
     from renderers.base import MODEL_RENDERER_MAP
 
-    known = MODEL_RENDERER_MAP.get(name) or MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
+    known = MODEL_RENDERER_MAP.get(name)
     return None if known is None else create(tokenizer, config(known))
 
 
@@ -396,7 +402,7 @@ def _from_response(found: Any, complete: bool) -> ParsedText:
         status = str(call.status)
         if status == "unclosed_block" and not complete:
             cut = True
-        elif status not in ("ok", "unknown_tool"):  # whether a tool exists is for the environment to say
+        elif status not in _READABLE or not isinstance(call.arguments, dict | str):
             malformed.append(MalformedCall(str(call.raw), status.replace("_", " ")))
         else:
             read = read_call({"name": call.name, "arguments": call.arguments})
@@ -405,7 +411,9 @@ def _from_response(found: Any, complete: bool) -> ParsedText:
             else:
                 calls.append(read)
     thought = found.reasoning_content
-    text = f"<think>{thought}</think>{found.content}" if thought else str(found.content)
+    text = str(found.content)
+    if thought:
+        text = f"<think>{thought}" + ("" if found.reasoning_complete is False else f"</think>{text}")
     return ParsedText(text, tuple(calls), tuple(malformed), cut)
 
 
@@ -447,7 +455,7 @@ def _prefix_trouble(codec: Codec) -> str:
         (Action("I do not know."), Message("user", "Then stop.")),
     )
     for number, (action, answer) in enumerate(turns, start=1):
-        context += list(codec.encode_action(action))
+        context += list(codec.encode_action(action, tools=tools))
         added = codec.extend(context, Finish.STOP, [answer], tools)
         if added is None:
             return f"after turn {number} a {answer.role} message opens a new segment"

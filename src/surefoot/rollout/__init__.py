@@ -1,0 +1,1 @@
+"""Rollouts: the episode loop and the scheduler that runs many of them."""

@@ -1,0 +1,1 @@
+"""Training: recipes' settings, the algorithms table, the stages and the run that joins them."""
