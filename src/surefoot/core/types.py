@@ -342,14 +342,13 @@ class Trajectory:
         for turn in self.turns:
             if not 0 <= turn.segment < len(self.segments):
                 raise DataError(f"Trajectory {self.id}: turn {turn.index} names segment {turn.segment}")
-            span = self.segments[turn.segment].sampled[turn.start : turn.stop]
+            span = self.segments[turn.segment].acted[turn.start : turn.stop]
             if len(span) != turn.stop - turn.start or not span.all():
                 raise DataError(f"Trajectory {self.id}: turn {turn.index} spans tokens that were not sampled")
         spans = sum(turn.stop - turn.start for turn in self.turns)
-        if spans != self.sampled_tokens:
-            raise DataError(
-                f"Trajectory {self.id}: turns hold {spans} of {self.sampled_tokens} sampled tokens"
-            )
+        acted = sum(int(segment.acted.sum()) for segment in self.segments)
+        if spans != acted:
+            raise DataError(f"Trajectory {self.id}: turns hold {spans} of {acted} sampled tokens")
 
     @property
     def sampled_tokens(self) -> int:

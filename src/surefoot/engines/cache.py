@@ -1,16 +1,17 @@
 """Keys and values of everything that is being sampled: shared prompts, and one row per distinct tail.
 
-Layout of one decode step: prompt part as one matrix product per prompt over all its rows, tail part
-as one batched product over compact row slots; both are joined in a single softmax.
+Layout of one decode step: the opening that all prompts share is one matrix product over all rows, each
+prompt one over its rows, tails one batched product over compact slots; one softmax joins them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.core.types import Int32
@@ -21,11 +22,16 @@ _GROW = 64
 
 @dataclass(slots=True, eq=False)
 class PromptSlot:
-    """A computed prompt. ``hidden``: float[d] of its last token."""
+    """A computed prompt. ``hidden``: float[d] of its last token.
+
+    ``own`` counts the tokens that are its own: all, or those after the shared root when ``rooted``.
+    """
 
     tokens: Int32
     hidden: Tensor
     slot: int = -1
+    rooted: bool = False
+    own: int = 0
     sessions: set[str] = field(default_factory=lambda: set())
 
 
@@ -65,7 +71,7 @@ class Cache:
     """Storage for prompts and rows. Slots are reused lowest first, so batches stay compact."""
 
     def __init__(self, model: nn.Module) -> None:
-        config = cast("Any", base_of(model).config.get_text_config())
+        config = base_of(model).config.get_text_config()
         self.layers: int = config.num_hidden_layers
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim: int = (
@@ -78,6 +84,9 @@ class Cache:
         self._prompts: dict[bytes, PromptSlot] = {}
         self._rows: dict[int, Row] = {}
         empty = torch.empty(0, self.kv_heads, 0, self.head_dim)
+        self.root: Int32 = np.zeros(0, np.int32)
+        self.root_keys = [torch.empty(self.kv_heads, 0, self.head_dim)] * self.layers
+        self.root_values = list(self.root_keys)
         self.prompt_keys = [empty] * self.layers
         self.prompt_values = [empty] * self.layers
         self.keys = [empty] * self.layers
@@ -87,16 +96,34 @@ class Cache:
         """The computed prompt with exactly these token bytes."""
         return self._prompts.get(key)
 
+    def set_root(self, tokens: Int32, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Let prompts share their common opening ``tokens`` (instructions, tools); only while empty."""
+        assert not self._prompts
+        self.root, self.root_keys, self.root_values = tokens, keys, values
+
+    @property
+    def empty(self) -> bool:
+        """No prompt is stored."""
+        return not self._prompts
+
     def add_prompt(self, prompt: PromptSlot, keys: list[Tensor], values: list[Tensor]) -> None:
         """Store a computed prompt; keys and values: float[Hkv, P, D] per layer."""
         prompt.slot = _lowest_free({p.slot for p in self._prompts.values()})
-        length = len(prompt.tokens)
-        _ensure(self.prompt_keys, prompt.slot + 1, length)
-        _ensure(self.prompt_values, prompt.slot + 1, length)
-        for layer in range(self.layers):
-            self.prompt_keys[layer][prompt.slot, :, :length] = keys[layer]
-            self.prompt_values[layer][prompt.slot, :, :length] = values[layer]
+        root = len(self.root)
+        prompt.rooted = root > 0 and np.array_equal(prompt.tokens[:root], self.root)
+        first = root if prompt.rooted else 0
+        prompt.own = len(prompt.tokens) - first
+        for store, new in ((self.prompt_keys, keys), (self.prompt_values, values)):
+            _ensure(store, prompt.slot + 1, prompt.own)
+            for layer in range(self.layers):
+                store[layer][prompt.slot, :, : prompt.own] = new[layer][:, first:]
         self._prompts[prompt.tokens.tobytes()] = prompt
+
+    def prompt_parts(self, store: list[Tensor], layer: int, prompt: PromptSlot) -> list[Tensor]:
+        """A prompt's keys (or values) in one layer, root first: float[Hkv, n, D] pieces."""
+        own = store[layer][prompt.slot, :, : prompt.own]
+        roots = self.root_keys if store is self.prompt_keys else self.root_values
+        return [roots[layer], own] if prompt.rooted else [own]
 
     def attach(self, prompt: PromptSlot, session: str) -> Row:
         """A row at the end of the prompt for ``session``, shared with others that stand there."""
@@ -182,112 +209,185 @@ def _ensure(store: list[Tensor], slots: int, length: int) -> None:
 
 
 class RowAttention:
-    """Attention layout of one batch of rows, each with one or more new tokens."""
+    """Attention layout of one batch of rows, each with one or more new tokens.
+
+    Rows with one token (plain decoding) are done together over compact slots; rows with several
+    (a new observation) one by one, so that they do not pad the others.
+    """
 
     def __init__(self, cache: Cache, rows: list[Row]) -> None:
         self._cache = cache
+        self._rows = rows
         counts = [len(row.waiting) for row in rows]
-        tails = [len(row.tail) for row in rows]
-        self._width = max(counts)
-        self._slots = max(row.slot for row in rows) + 1
-        self._reach = max(t + n for t, n in zip(tails, counts, strict=True))
-        cache.reserve(self._slots, self._reach)
-        offset = torch.cat([torch.arange(n) for n in counts])
-        self._slot = torch.repeat_interleave(torch.tensor([row.slot for row in rows]), torch.tensor(counts))
-        self._offset = offset
-        self._at = torch.cat([torch.arange(t, t + n) for t, n in zip(tails, counts, strict=True)])
+        self.last = torch.cumsum(torch.tensor(counts), 0) - 1
+        starts = [0, *self.last.add(1).tolist()]
         self.positions = torch.cat(
             [torch.arange(row.known, row.known + n) for row, n in zip(rows, counts, strict=True)]
         )
-        self.last = torch.cumsum(torch.tensor(counts), 0) - 1
-        self._tail_mask = self._mask_tail(rows)
-        self._group(rows)
-
-    def _mask_tail(self, rows: list[Row]) -> Tensor:
-        """Additive float[slots, 1, 1, width, reach]: new token i of a row sees tail positions <= tail + i."""
-        limit = torch.full((self._slots, self._width), -1)
-        for row in rows:
-            n = len(row.waiting)
-            limit[row.slot, :n] = torch.arange(len(row.tail), len(row.tail) + n)
-        closed = torch.arange(self._reach) > limit[..., None]
-        return torch.zeros(closed.shape).masked_fill(closed, float("-inf"))[:, None, None]
-
-    def _group(self, rows: list[Row]) -> None:
-        """Grid of prompts x rows: where each row's queries go so that a prompt is read once."""
-        prompts = sorted({row.prompt.slot for row in rows})
-        lengths = {row.prompt.slot: len(row.prompt.tokens) for row in rows}
-        places: dict[int, list[Row]] = {slot: [] for slot in prompts}
-        for row in rows:
-            places[row.prompt.slot].append(row)
-        self._prompts = torch.tensor(prompts)
-        self._all_prompts = prompts == list(range(prompts[0], prompts[-1] + 1))
-        self._first_prompt = prompts[0]
-        self._members = max(len(group) for group in places.values())
-        self._prompt_reach = max(lengths.values())
-        self._cell = torch.zeros(self._slots, dtype=torch.int64)
-        self._row_slots = torch.tensor([row.slot for row in rows])
-        for i, slot in enumerate(prompts):
-            for j, row in enumerate(places[slot]):
-                self._cell[row.slot] = i * self._members + j
-        closed = (
-            torch.arange(self._prompt_reach) >= torch.tensor([lengths[slot] for slot in prompts])[:, None]
+        cache.reserve(max(row.slot for row in rows) + 1, max(len(r.tail) + len(r.waiting) for r in rows))
+        self._slot = torch.repeat_interleave(torch.tensor([row.slot for row in rows]), torch.tensor(counts))
+        self._at = torch.cat(
+            [torch.arange(len(row.tail), len(row.tail) + n) for row, n in zip(rows, counts, strict=True)]
         )
-        self._prompt_mask = torch.zeros(closed.shape).masked_fill(closed, float("-inf"))[:, None, None]
-
-    def _prompt_store(self, store: Tensor) -> Tensor:
-        """float[prompts, Hkv, reach, D] of the prompts in use: a view when they stand side by side."""
-        if self._all_prompts:
-            first = self._first_prompt
-            return store[first : first + len(self._prompts), :, : self._prompt_reach]
-        return store[self._prompts, :, : self._prompt_reach]
+        singles = [(starts[i], row) for i, row in enumerate(rows) if counts[i] == 1]
+        self._decode = _Decode(cache, singles) if singles else None
+        self._longer = [
+            (starts[i], counts[i], row, _causal(counts[i], row.known + counts[i]))
+            for i, row in enumerate(rows)
+            if counts[i] > 1
+        ]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See :class:`surefoot.policy.forward.AttentionLayout`."""
-        cache, heads, dim = self._cache, k.shape[0], k.shape[2]
-        repeat, slots, width = q.shape[0] // heads, self._slots, self._width
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys[self._slot, :, self._at] = k.transpose(0, 1)
-        values[self._slot, :, self._at] = v.transpose(0, 1)
-        # Queries by row slot: [slots, width, Hkv, repeat, D] -> [slots, Hkv, repeat * width, D]
-        rows = q.new_zeros(slots, width, heads * repeat, dim)
-        rows[self._slot, self._offset] = q.transpose(0, 1) * scale
-        by_head = rows.view(slots, width, heads, repeat, dim).permute(0, 2, 3, 1, 4)
-        queries = by_head.reshape(slots * heads, repeat * width, dim)
+        cache = self._cache
+        cache.keys[layer][self._slot, :, self._at] = k.transpose(0, 1)
+        cache.values[layer][self._slot, :, self._at] = v.transpose(0, 1)
+        out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+        if self._decode is not None:
+            self._decode.attend(layer, q, scale, out)
+        for start, count, row, mask in self._longer:
+            length = len(row.tail) + count
+            keys = [
+                *cache.prompt_parts(cache.prompt_keys, layer, row.prompt),
+                cache.keys[layer][row.slot, :, :length],
+            ]
+            values = [
+                *cache.prompt_parts(cache.prompt_values, layer, row.prompt),
+                cache.values[layer][row.slot, :, :length],
+            ]
+            own = F.scaled_dot_product_attention(
+                q[None, :, start : start + count],
+                torch.cat(keys, dim=1)[None],
+                torch.cat(values, dim=1)[None],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=True,
+            )
+            out[start : start + count] = own[0].transpose(0, 1)
+        return out
 
-        tail_k = keys[:slots, :, : self._reach].reshape(slots * heads, self._reach, dim)
-        tail = torch.bmm(queries, tail_k.transpose(1, 2)).view(slots, heads, repeat, width, self._reach)
-        tail = tail + self._tail_mask
-        prompt = self._prompt_scores(layer, queries.view(slots, heads, repeat * width, dim))
-        prompt = prompt.view(slots, heads, repeat, width, self._prompt_reach)
-        share = torch.softmax(torch.cat([prompt, tail], dim=-1), dim=-1)
-        cut = self._prompt_reach
-        out = self._prompt_values(layer, share[..., :cut].reshape(slots, heads, repeat * width, cut))
-        tail_v = values[:slots, :, : self._reach].reshape(slots * heads, self._reach, dim)
-        own = torch.bmm(share[..., cut:].reshape(slots * heads, repeat * width, self._reach), tail_v)
-        out = out + own.view(slots, heads, repeat * width, dim)
-        out = out.view(slots, heads, repeat, width, dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(slots, width, heads * repeat, dim)[self._slot, self._offset]
 
-    def _to_grid(self, x: Tensor) -> Tensor:
-        """[slots, Hkv, m, c] -> [prompts, Hkv, members * m, c]; cells without a row are zero."""
-        _, heads, m, c = x.shape
-        grid = x.new_zeros(len(self._prompts) * self._members, heads, m, c)
-        grid[self._cell[self._row_slots]] = x[self._row_slots]
-        return (
-            grid.view(-1, self._members, heads, m, c).transpose(1, 2).reshape(-1, heads, self._members * m, c)
-        )
+def _causal(queries: int, keys: int) -> Tensor:
+    """Additive float[queries, keys]: the last ``queries`` keys are causal, all earlier ones open."""
+    closed = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    return torch.zeros(queries, keys).masked_fill(closed, float("-inf"))
 
-    def _from_grid(self, x: Tensor, m: int) -> Tensor:
-        """Inverse of :meth:`_to_grid`; slots without a row get some other row's numbers, never read."""
-        prompts, heads, _, c = x.shape
-        grid = x.view(prompts, heads, self._members, m, c).transpose(1, 2)
-        return grid.reshape(prompts * self._members, heads, m, c)[self._cell]
 
-    def _prompt_scores(self, layer: int, queries: Tensor) -> Tensor:
-        keys = self._prompt_store(self._cache.prompt_keys[layer])
-        scores = torch.matmul(self._to_grid(queries), keys.transpose(2, 3)) + self._prompt_mask
-        return self._from_grid(scores, queries.shape[2])
+def _closed(open_until: Tensor, reach: int) -> Tensor:
+    """Additive float[n, 1, 1, reach]: 0 below ``open_until`` (int64[n]), -inf from there on."""
+    closed = torch.arange(reach) >= open_until[:, None]
+    return torch.zeros(closed.shape).masked_fill(closed, float("-inf"))[:, None, None]
 
-    def _prompt_values(self, layer: int, share: Tensor) -> Tensor:
-        values = self._prompt_store(self._cache.prompt_values[layer])
-        return self._from_grid(torch.matmul(self._to_grid(share), values), share.shape[2])
+
+class _Decode:
+    """One new token for each of some rows: root, prompt and tail attended apart, then joined.
+
+    Joining partial attentions by their log-sum-exp is exact (FlashDecoding; arXiv 2402.05099 does it
+    for shared prefixes).
+    """
+
+    def __init__(self, cache: Cache, singles: list[tuple[int, Row]]) -> None:
+        self._cache = cache
+        rows = [row for _, row in singles]
+        self._where = torch.tensor([start for start, _ in singles])
+        self._row_slots = torch.tensor([row.slot for row in rows])
+        self._slots = max(row.slot for row in rows) + 1
+        self._reach = max(len(row.tail) for row in rows) + 1
+        # Slots without a row in this batch repeat some row's query; nobody reads their result.
+        self._token = torch.full((self._slots,), singles[0][0])
+        self._token[self._row_slots] = self._where
+        until = torch.ones(self._slots, dtype=torch.int64)
+        until[self._row_slots] = torch.tensor([len(row.tail) + 1 for row in rows])
+        self._tail_mask = _closed(until, self._reach)
+        rooted = torch.ones(self._slots, dtype=torch.bool)
+        rooted[self._row_slots] = torch.tensor([row.prompt.rooted for row in rows])
+        self._unrooted = None if bool(rooted.all()) else ~rooted[:, None, None]
+        self._any_root = len(cache.root) > 0 and any(row.prompt.rooted for row in rows)
+        self._group(rows)
+
+    def _group(self, rows: list[Row]) -> None:
+        """Grid of prompts x rows, so that a prompt is read once for all its rows."""
+        places: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.prompt.own:
+                places.setdefault(row.prompt.slot, []).append(row)
+        self._members = max((len(group) for group in places.values()), default=0)
+        prompts = sorted(places)
+        lengths = [places[slot][0].prompt.own for slot in prompts]
+        self._prompts = torch.tensor(prompts)
+        self._side_by_side = prompts == list(range(len(prompts)))
+        self._prompt_reach = max(lengths, default=0)
+        grid = [row.slot for slot in prompts for row in _padded(places[slot], self._members)]
+        self._grid = torch.tensor(grid)
+        self._cell = torch.zeros(self._slots, dtype=torch.int64)
+        owned = torch.zeros(self._slots, dtype=torch.bool)
+        for i, slot in enumerate(prompts):
+            for j, row in enumerate(places[slot]):
+                self._cell[row.slot] = i * self._members + j
+                owned[row.slot] = True
+        self._unowned = None if bool(owned[self._row_slots].all()) else ~owned[:, None, None]
+        self._prompt_mask = _closed(torch.tensor(lengths), self._prompt_reach) if prompts else None
+
+    def attend(self, layer: int, q: Tensor, scale: float, out: Tensor) -> None:
+        """Fill ``out`` at this batch's tokens."""
+        cache, heads, dim = self._cache, self._cache.kv_heads, q.shape[2]
+        queries = q.transpose(0, 1).index_select(0, self._token).view(self._slots, heads, -1, dim)
+        tail_k = cache.keys[layer][: self._slots, :, : self._reach]
+        tail_v = cache.values[layer][: self._slots, :, : self._reach]
+        parts = [_partial(queries, tail_k, tail_v, self._tail_mask, scale)]
+        if self._prompt_mask is not None:
+            parts.append(self._prompt(layer, queries, self._prompt_mask, scale))
+        if self._any_root:
+            parts.append(self._root(layer, queries, scale))
+        share = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)[..., None]
+        result = parts[0][0] * share[0]
+        for (value, _), weight in zip(parts[1:], share[1:], strict=True):
+            result.addcmul_(value, weight)
+        out[self._where] = result.index_select(0, self._row_slots).view(len(self._where), -1, dim)
+
+    def _prompt(self, layer: int, queries: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over each row's own prompt: ([slots, Hkv, repeat, D], [slots, Hkv, repeat])."""
+        heads, repeat, dim = queries.shape[1:]
+        prompts, members = len(self._prompts), self._members
+        grid = queries.index_select(0, self._grid).view(prompts, members, heads, repeat, dim).transpose(1, 2)
+        grid = grid.reshape(prompts, heads, members * repeat, dim)
+        keys, values = (self._store(x[layer]) for x in (self._cache.prompt_keys, self._cache.prompt_values))
+        value, lse = _partial(grid, keys, values, mask, scale)
+        value = value.view(prompts, heads, members, repeat, dim).transpose(1, 2)
+        lse = lse.view(prompts, heads, members, repeat).transpose(1, 2)
+        value = value.reshape(-1, heads, repeat, dim).index_select(0, self._cell)
+        lse = lse.reshape(-1, heads, repeat).index_select(0, self._cell)
+        return value, _silenced(lse, self._unowned)
+
+    def _root(self, layer: int, queries: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over the opening that prompts share, all rows in one call."""
+        slots, heads, repeat, dim = queries.shape
+        flat = queries.transpose(0, 1).reshape(1, heads, slots * repeat, dim)
+        keys, values = self._cache.root_keys[layer][None], self._cache.root_values[layer][None]
+        value, lse = _partial(flat, keys, values, None, scale)
+        value = value.view(heads, slots, repeat, dim).transpose(0, 1)
+        lse = lse.view(heads, slots, repeat).transpose(0, 1)
+        return value, _silenced(lse, self._unrooted)
+
+    def _store(self, store: Tensor) -> Tensor:
+        """float[prompts, Hkv, reach, D] of the prompts in use: a view when they are the first ones."""
+        if self._side_by_side:
+            return store[: len(self._prompts), :, : self._prompt_reach]
+        return store[:, :, : self._prompt_reach].index_select(0, self._prompts)
+
+
+def _padded(rows: list[Row], count: int) -> list[Row]:
+    return rows + [rows[0]] * (count - len(rows))
+
+
+def _silenced(lse: Tensor, where: Tensor | None) -> Tensor:
+    """Take a part out of the joint softmax where it does not apply."""
+    return lse if where is None else lse.masked_fill(where, float("-inf"))
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp. q: [B, H, m, D]; k, v: [B, H, n, D]; mask: additive [B, 1, 1, n]."""
+    value, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return value, lse

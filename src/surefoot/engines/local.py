@@ -19,7 +19,7 @@ from surefoot.core.types import Finish, Int32, Sampling
 from surefoot.engines.base import Sample, SampleRequest
 from surefoot.engines.cache import Cache, PromptSlot, Row, RowAttention
 from surefoot.policy.forward import head_of, hidden_states, restrict
-from surefoot.policy.trie import TrieAttention, build_trie
+from surefoot.policy.trie import Trie, TrieAttention, build_trie, common_prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +188,11 @@ class LocalEngine:
         layout = _RecordingTrie(trie, self._cache.layers)
         tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
         hidden = hidden_states(self._model, tokens, positions, layout)
+        if self._cache.empty and len(prompts) > 1:
+            shared = min(common_prefix(prompts[0], other) for other in prompts[1:])
+            first = torch.from_numpy(trie.places[0][:shared])
+            roots = [[x.index_select(1, first) for x in store] for store in (layout.keys, layout.values)]
+            self._cache.set_root(prompts[0][:shared], *roots)
         for prompt, place in zip(prompts, trie.places, strict=True):
             index = torch.from_numpy(place)
             keys = [k.index_select(1, index) for k in layout.keys]
@@ -282,8 +287,8 @@ class LocalEngine:
 class _RecordingTrie(TrieAttention):
     """Trie attention that keeps every layer's keys and values for the cache."""
 
-    def __init__(self, trie: object, layers: int) -> None:
-        super().__init__(trie)  # pyright: ignore[reportArgumentType]
+    def __init__(self, trie: Trie, layers: int) -> None:
+        super().__init__(trie)
         self.keys: list[Tensor] = [torch.empty(0)] * layers
         self.values: list[Tensor] = [torch.empty(0)] * layers
 

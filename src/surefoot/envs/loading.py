@@ -13,6 +13,7 @@ from surefoot.rewards.base import Reward
 
 BUILTIN: Mapping[str, str] = {
     "calculator": "surefoot.envs.calculator:Calculator",
+    "drawers": "surefoot.envs.drawers:Drawers",
 }
 
 

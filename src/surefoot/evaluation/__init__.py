@@ -1,0 +1,1 @@
+"""Evaluation: what is measured on held-out tasks, its intervals, and the verdict."""

@@ -27,6 +27,7 @@ from surefoot.core.errors import ConfigError, DataError, ModelError, nearest
 from surefoot.policy.gguf import GGUF, gguf_tokenizer, llama_config, llama_weights, read_gguf
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 DOWNLOAD_SECONDS = 1800.0  # a pip that hangs longer is given up
@@ -352,6 +353,32 @@ def _load(location: str, name: str, path: Path | None, dtype: str) -> LoadedMode
     cast("Any", model.get_input_embeddings()).padding_idx = None
     context = int(config.get_text_config().max_position_embeddings)
     return LoadedModel(model.eval(), _checked_tokenizer(tokenizer, model, name), name, path, context)
+
+
+def load_tokenizer(name_or_path: str | Path, *, cache: Path | None = None) -> Tokenizer:
+    """The tokenizer alone, for turning ids into text, from what is on this machine already.
+
+    Takes the names that `load` takes; fetches nothing, reads no weights, and but for ``scratch`` needs
+    neither torch nor transformers. Raises ``ModelError`` if it is not here or cannot be read.
+    """
+    name = str(name_or_path)
+    if name == _SCRATCH:
+        from surefoot.policy.scratch import build_scratch
+
+        return build_scratch().tokenizer.backend_tokenizer
+    from huggingface_hub import try_to_load_from_cache
+    from tokenizers import Tokenizer
+
+    folder = _folder(name, cache) if name in REGISTRY else Path(name).expanduser()
+    file: object = folder / "tokenizer.json"
+    if not folder.is_dir() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        file = try_to_load_from_cache(name, "tokenizer.json")
+    if not isinstance(file, str | Path) or not Path(file).is_file():
+        raise ModelError(f"the tokenizer of {name!r} is not on this machine (no tokenizer.json)")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers package raises nothing more precise
+        raise ModelError(f"tokenizer {file}: cannot be read: {error}") from error
 
 
 @contextlib.contextmanager

@@ -65,7 +65,9 @@ class Actor(Protocol):
     @property
     def forced(self) -> bool: ...
 
-    async def act(self, session: str, turn: int, context: Int32, seed: int) -> Sample: ...
+    async def act(
+        self, session: str, turn: int, context: Int32, seed: int, tools: Sequence[Tool]
+    ) -> Sample: ...
 
     def end(self, session: str) -> None: ...
 
@@ -78,7 +80,7 @@ class EngineActor:
     def __init__(self, engine: Engine, codec: Codec, sampling: Sampling) -> None:
         self._engine, self._stop_ids, self._sampling = engine, codec.stop_ids, sampling
 
-    async def act(self, session: str, turn: int, context: Int32, seed: int) -> Sample:
+    async def act(self, session: str, turn: int, context: Int32, seed: int, tools: Sequence[Tool]) -> Sample:
         request = SampleRequest(session, context, self._sampling, self._stop_ids, derive(seed, turn))
         return await self._engine.sample(request)
 
@@ -92,14 +94,14 @@ class ScriptActor:
     forced = True
 
     def __init__(self, codec: Codec, actions: Sequence[Action]) -> None:
-        self._turns = [codec.encode_action(action) for action in actions]
+        self._codec, self._actions = codec, actions
 
-    async def act(self, session: str, turn: int, context: Int32, seed: int) -> Sample:
-        if turn >= len(self._turns):
+    async def act(self, session: str, turn: int, context: Int32, seed: int, tools: Sequence[Tool]) -> Sample:
+        if turn >= len(self._actions):
             raise EnvironmentFault(
-                f"the script of {session} has {len(self._turns)} turns but the episode goes on"
+                f"the script of {session} has {len(self._actions)} turns but the episode goes on"
             )
-        tokens = self._turns[turn]
+        tokens = self._codec.encode_action(self._actions[turn], tools=tools)
         return Sample(tokens, np.full(len(tokens), np.nan, np.float32), Finish.STOP, 0)
 
     def end(self, session: str) -> None:
@@ -251,7 +253,8 @@ async def _turns(
             play.stop, play.fault = StopReason.BUDGET, "the budget was used up during the episode"
             return
         context = play.tokens.context
-        sample = await asyncio.wait_for(actor.act(session, index, context, plan.seed), limits.engine_seconds)
+        act = actor.act(session, index, context, plan.seed, play.tools)
+        sample = await asyncio.wait_for(act, limits.engine_seconds)
         if len(sample.tokens) == 0:
             play.stop = StopReason.CONTEXT_FULL
             return

@@ -1,0 +1,55 @@
+# Every target sets up .venv by itself; nothing but Python 3.11+, make and a network is needed.
+# Another interpreter: make PYTHON=python3.12 ...   Another build of torch: make TORCH=path/to/torch.whl ...
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench docs clean
+
+help:
+	@echo "make demo    train the calculator agent and write a report (resumes if it was interrupted)"
+	@echo "make test    all tests, the slow ones too"
+	@echo "make check   formatting, lint, types, and which package may import which"
+	@echo "make bench   speed against the floor of this machine and against a peer"
+	@echo "make docs    check that the documents agree with the code and that their links resolve"
+	@echo "make clean   remove .venv and caches (runs/ stays)"
+
+# torch goes first and alone, so that a build that is already there, or given by TORCH, is kept.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Surefoot needs Python 3.11 or newer")'
+	@echo "Setting up $(VENV); the first time takes some minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,dev]"
+	@touch $(READY)
+
+# An interrupted demo goes on; after a finished one the next begins in a fresh folder. The run ends by
+# printing the path of its report.
+demo: $(READY)
+	@out=runs/demo; n=1; resume=; \
+	while [ -e "$$out/verdict.json" ] && [ -e "$$out/report.html" ]; do n=$$((n + 1)); out=runs/demo-$$n; done; \
+	if [ -e "$$out/manifest.json" ]; then resume=--resume; fi; \
+	$(BIN)/surefoot run calculator --out "$$out" $$resume
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+
+bench: $(READY)
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/step_vs_trl.py
+
+docs: $(READY)
+	$(BIN)/python -m pytest tests/docs
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

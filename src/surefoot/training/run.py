@@ -1,0 +1,320 @@
+"""A whole run: evaluate, cold start, reinforce, control arms, evaluate again, judge.
+
+Every piece is stored when it is done and found again at resume, so a run that was killed at any
+instant goes on to the same result. Must not know what a report or a terminal looks like.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from surefoot.core.errors import BudgetReached, ConfigError, StorageError
+from surefoot.core.seeds import derive
+from surefoot.core.types import Group, Task
+from surefoot.envs.loading import load_environment
+from surefoot.evaluation.summary import policy_scores, summarise
+from surefoot.evaluation.verdict import PolicyScores, Verdict, judge
+from surefoot.learner import checkpoint
+from surefoot.learner.learner import Learner, OptimizerSettings
+from surefoot.runs import files
+from surefoot.runs.directory import Manifest, RunDirectory
+from surefoot.training.algorithms import Algorithm, algorithm
+from surefoot.training.arms import TREATMENT
+from surefoot.training.config import RlStage, RunConfig, SftStage, parse_config, to_toml
+from surefoot.training.progress import Progress, Silent
+from surefoot.training.session import Session, Unit, resolve_rewards, resolve_variants
+from surefoot.training.stages import RlTraining, SftTraining
+
+START = "start"
+_STEP = re.compile(r"step-(\d+)$")
+_KEEP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to. ``stopped`` says which budget ended it early, empty when it finished."""
+
+    path: Path
+    verdict: dict[str, Any] | None
+    stopped: str = ""
+
+
+def check_config(config: RunConfig) -> None:
+    """Everything about a recipe that can be wrong without loading the model. Raises ConfigError."""
+    cls = load_environment(config.environment.name)
+    suite = resolve_rewards(config, cls)
+    if cls.success_reward() not in [item.name for item in suite.rewards]:
+        raise ConfigError(f"rewards.weights removes {cls.success_reward()!r}, which defines success")
+    resolve_variants(config, cls)
+    for stage in config.reinforcement:
+        algorithm(stage.algorithm, stage.settings)
+
+
+def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None) -> RunResult:
+    """Check, create the run folder, and work to the end (or the budget). Raises SurefootError."""
+    check_config(config)
+    text = to_toml(config)
+    manifest = Manifest.current(recipe=config.name, seed=config.seed, config_toml=text)
+    with RunDirectory.create(out, config_toml=text, manifest=manifest) as run:
+        return _Run(config, run, progress or Silent()).execute()
+
+
+def resume_run(out: Path, *, progress: Progress | None = None) -> RunResult:
+    """Go on with an interrupted run from its own settings. Raises SurefootError."""
+    with RunDirectory.open(out) as run:
+        config = parse_config(run.config_toml, source=str(run.config))
+        check_config(config)
+        run.event("resumed")
+        return _Run(config, run, progress or Silent()).execute()
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of an arm."""
+    found = sorted(path for path in folder.glob("step-*") if _STEP.search(path.name))
+    return found[-1] if found else None
+
+
+class _Run:
+    def __init__(self, config: RunConfig, run: RunDirectory, progress: Progress) -> None:
+        self.config, self.run, self.progress = config, run, progress
+        self.session = Session(config, run, progress)
+
+    def execute(self) -> RunResult:
+        """All the work; a budget that is used up ends it cleanly with what there is."""
+        stopped = ""
+        try:
+            self._work()
+        except BudgetReached as error:
+            stopped = str(error)
+            self.run.event("budget_reached", reason=stopped)
+            self.progress.say(stopped)
+        finally:
+            self.session.ledger.flush()
+            self.session.ledger.write_summary(self.run.ledger)
+        verdict = self._judge(stopped)
+        return RunResult(self.run.path, verdict, stopped)
+
+    def _work(self) -> None:
+        config = self.config
+        variants = self.session.variants
+        self._evaluate("initial", variants, 0)
+        self._train(START, config.cold_start, None)
+        if config.cold_start:
+            self._evaluate(START, variants, 0)
+        if not config.reinforcement:
+            return
+        start = latest_checkpoint(self.run.checkpoint(START, 0).parent)
+        assert start is not None
+        self._train(TREATMENT, config.reinforcement, start)
+        self._evaluate("final", variants, 0)
+        controls = variants if config.evaluation.control_variants == "all" else ("base",)
+        for arm in config.arms:
+            self._train(arm, config.reinforcement, start)
+            self._evaluate(arm, controls, 0)
+
+    # training -----------------------------------------------------------------------------------
+
+    def _train(self, arm: str, stages: Sequence[SftStage | RlStage], base: Path | None) -> None:
+        """Run an arm's stages from ``base`` (None: the model as loaded), or from where it was left."""
+        folder = self.run.checkpoint(arm, 0).parent
+        latest = latest_checkpoint(folder)
+        state = checkpoint.read_state(latest)["state"] if latest is not None else None
+        if state is not None and state["finished"]:
+            checkpoint.load_weights(cast("Path", latest), self.session.loaded.model)
+            self._new_weights()
+            return
+        done = int(state["global_step"]) if state is not None else 0
+        files.truncate_json_lines(self.run.metrics, lambda line: line["arm"] != arm or line["step"] < done)
+        if latest is None and base is not None:
+            checkpoint.load_weights(base, self.session.loaded.model)
+        first_step = first_task = 0
+        for number, stage in enumerate(stages):
+            training = self._training(stage, arm, number, first_task)
+            if first_step + training.steps > done or (done == 0 and training.steps == 0):
+                self._stage(
+                    arm, number, stage, training, first_step, done, latest, last=number == len(stages) - 1
+                )
+                latest = None
+            first_step += training.steps
+            first_task += stage.tasks_per_step * stage.steps if isinstance(stage, RlStage) else 0
+        if not stages:
+            learner = Learner(self.session.loaded.model, OptimizerSettings(), total_updates=0)
+            self._save(arm, learner, 0, finished=True)
+
+    def _training(
+        self, stage: SftStage | RlStage, arm: str, number: int, first_task: int
+    ) -> SftTraining | RlTraining:
+        if isinstance(stage, SftStage):
+            return SftTraining(self.session, stage, arm)
+        shown = sum(item.episodes for item in self.config.cold_start)
+        row: Algorithm = algorithm(stage.algorithm, stage.settings)
+        tag = "rl" if number == 0 else f"rl{number}"
+        return RlTraining(self.session, stage, row, arm, shown + first_task, tag)
+
+    def _stage(
+        self,
+        arm: str,
+        number: int,
+        stage: SftStage | RlStage,
+        training: SftTraining | RlTraining,
+        first: int,
+        done: int,
+        latest: Path | None,
+        *,
+        last: bool,
+    ) -> None:
+        """Run one stage from its step ``done - first`` on; checkpoints as it goes and at its end."""
+        gc.collect()
+        learner = self._learner(stage, training.steps)
+        begin = max(done - first, 0)
+        if latest is not None:
+            checkpoint.load(latest, learner, optimizer=begin > 0)
+        training.prepare()
+        self._new_weights()
+        every = stage.checkpoint_every if isinstance(stage, RlStage) else training.steps
+        for index in range(begin, training.steps):
+            result = training.step(index, learner)
+            line = {"arm": arm, "stage": stage.kind, "stage_number": number, "step": first + index}
+            files.append_json(self.run.metrics, {**line, **result.metrics})
+            self.progress.say(_step_line(arm, index, training.steps, result.metrics))
+            end = index + 1 == training.steps
+            if end or (index + 1) % every == 0:
+                self._save(arm, learner, first + index + 1, finished=end and last, optimizer=not end)
+
+    def _learner(self, stage: SftStage | RlStage, steps: int) -> Learner:
+        settings = OptimizerSettings(
+            stage.lr, stage.betas, 1e-8, stage.weight_decay, stage.clip_norm, stage.warmup, stage.schedule
+        )
+        updates = steps * (stage.updates_per_step if isinstance(stage, RlStage) else 1)
+        config = self.config.learner
+        return Learner(
+            self.session.loaded.model,
+            settings,
+            total_updates=updates,
+            tokens_per_batch=config.tokens_per_batch,
+            chunk=config.chunk,
+            checkpoint_activations=config.checkpoint_activations,
+        )
+
+    def _save(
+        self, arm: str, learner: Learner, global_step: int, *, finished: bool, optimizer: bool = False
+    ) -> None:
+        began, cpu = time.perf_counter(), time.process_time()
+        state = {"arm": arm, "global_step": global_step, "finished": finished}
+        path = self.run.checkpoint(arm, global_step)
+        checkpoint.save(path, learner, state, optimizer=optimizer)
+        for old in sorted(path.parent.glob("step-*"))[: -1 if finished else -_KEEP]:
+            shutil.rmtree(old)
+        self.session.spent(Unit("", arm, "checkpoint", global_step, "checkpoint"), began, cpu)
+
+    def _new_weights(self) -> None:
+        self.session.engine.new_version(self.session.engine.version)
+
+    # evaluation ---------------------------------------------------------------------------------
+
+    def _evaluate(self, policy: str, variants: Sequence[str], step: int) -> None:
+        """Measure the current weights on held-out tasks of ``variants``, once."""
+        path = self.run.evaluation_of(policy)
+        if path.exists():
+            return
+        session, settings = self.session, self.config.evaluation
+        tasks: list[Task] = []
+        for variant in variants:
+            wanted = settings.tasks
+            found = session.tasks(settings.split, variant, seed=settings.seed, first=0, count=wanted)
+            tasks.extend({task.id: task for task in found}.values())
+        self.progress.begin(f"evaluate {policy}", len(tasks) * settings.samples)
+        self._new_weights()
+        unit = Unit(f"eval-{policy}", policy, "evaluation", step, "evaluation")
+        seed = derive("evaluation", settings.seed)
+        groups = session.collect(unit, tasks, members=settings.samples, seed=seed)
+        figures = {variant: self._figures(groups, variant) for variant in variants}
+        record = {"policy": policy, "split": settings.split, "samples": settings.samples, "variants": figures}
+        files.write_atomic(path, json.dumps(record, indent=1))
+        self.progress.say(_evaluation_line(policy, figures))
+
+    def _figures(self, groups: Sequence[Group], variant: str) -> dict[str, Any]:
+        reward = self.session.success_reward
+        own = [group for group in groups if group.task.variant == variant]
+        return summarise(own, reward=reward.name, full=reward.span[1], level=self.config.evaluation.level)
+
+    # verdict ------------------------------------------------------------------------------------
+
+    def _judge(self, stopped: str) -> dict[str, Any] | None:
+        """Apply the rule to what was measured; None while the treatment's policies are not all measured."""
+        needed = ["initial", "final", *([START] if self.config.cold_start else []), *self.config.arms]
+        records = {name: self._evaluation(name) for name in needed}
+        found = {name: record for name, record in records.items() if record is not None}
+        files.write_atomic(self.run.evaluation, json.dumps(found, indent=1))
+        controls = {arm: found[arm] for arm in self.config.arms if arm in found}
+        files.write_atomic(self.run.controls, json.dumps(controls, indent=1))
+        if "initial" not in found or "final" not in found:
+            return None
+        scores = {name: policy_scores(name, record) for name, record in found.items()}
+        totals = self.session.ledger.totals()
+        verdict: Verdict = judge(
+            initial=scores["initial"],
+            start=scores.get(START, scores["initial"]),
+            final=scores["final"],
+            controls={arm: scores[arm] for arm in controls},
+            weakest_trust=self.session.rewards.trust.name,
+            seeds=(self.config.seed,),
+            cost_usd=totals.usd,
+            tokens=totals.tokens,
+            level=self.config.evaluation.level,
+            required_controls=self.config.arms or ("permuted",),
+        )
+        record = {**verdict.to_json(), "stopped": stopped}
+        files.write_atomic(self.run.verdict, json.dumps(record, indent=1))
+        return record
+
+    def _evaluation(self, policy: str) -> dict[str, Any] | None:
+        path = self.run.evaluation_of(policy)
+        if not path.exists():
+            return None
+        try:
+            return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path} cannot be read: {error}; delete it to measure again") from error
+
+
+def _step_line(arm: str, index: int, total: int, metrics: dict[str, Any]) -> str:
+    parts = [f"{arm} {index + 1}/{total}"]
+    for key, label in (
+        ("success", "success"),
+        ("return_mean", "return"),
+        ("call_rate_not_needed", "needless calls"),
+        ("loss", "loss"),
+        ("grad_norm", "grad"),
+    ):
+        if metrics.get(key) is not None:
+            parts.append(f"{label} {metrics[key]:.3f}")
+    return "  ".join(parts)
+
+
+def _evaluation_line(policy: str, figures: dict[str, dict[str, Any]]) -> str:
+    parts = [
+        f"{variant} {record['success']['estimate']:.3f}"
+        for variant, record in figures.items()
+        if "success" in record
+    ]
+    return f"{policy}: success " + ", ".join(parts)
+
+
+def scores_of(path: Path, policy: str) -> PolicyScores:
+    """The stored scores of one policy of a run. Raises StorageError when they are missing."""
+    run = RunDirectory.open(path, writable=False)
+    file = run.evaluation_of(policy)
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{file} cannot be read: {error}; the run has not measured {policy!r}") from error
+    return policy_scores(policy, record)
