@@ -25,7 +25,15 @@ def test_a_run_prints_success_differences_sentence_and_cost(finished: tuple[Path
     assert result.exit_code == 0, result.output
     verdict = json.loads((out / "verdict.json").read_text())
     assert verdict["sentence"] in result.stdout
-    for part in ("initial", "final - initial", "final - start", "final - permuted", "scale", "cost: ", str(out)):
+    for part in (
+        "initial",
+        "final - initial",
+        "final - start",
+        "final - permuted",
+        "scale",
+        "cost: ",
+        str(out),
+    ):
         assert part in result.stdout
     assert result.stderr == ""
 
@@ -224,6 +232,8 @@ def test_without_torch_a_dry_run_says_what_it_could_not_check(recipe: Path) -> N
         "try:\n    main.app(['run', sys.argv[1], '--dry-run'])\n"
         "finally:\n    assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "not checked" in done.stdout

@@ -39,7 +39,7 @@ def _env(
 def _reward(
     target: Annotated[str, typer.Argument(help="An environment (all its rewards), or a reward with --env.")],
     env: Annotated[str | None, typer.Option(help="The environment whose episodes it scores.")] = None,
-    tasks: Annotated[int, typer.Option(help="Tasks to play.")] = 8,
+    tasks: Annotated[int, typer.Option(help="Tasks to play; in few, one lucky guess fails.")] = 20,
     json: _Json = False,
 ) -> None:
     """Check rewards against gold episodes, null policies and a generated hack matrix."""

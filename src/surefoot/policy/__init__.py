@@ -1,1 +1,7 @@
 """Policies: loading models, rendering messages to tokens and back, running their layers."""
+
+import os
+
+# Read by the OpenMP runtime when torch loads it: a thread that waits for a busy core gives the other
+# core up after microseconds. The default spins for milliseconds and collapses on a machine in use.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")

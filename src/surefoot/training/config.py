@@ -272,7 +272,10 @@ def to_toml(config: RunConfig) -> str:
     """The resolved settings as TOML that :func:`parse_config` reads back to the same value."""
     import tomlkit
 
-    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True))
+    data = config.model_dump(mode="json", exclude_none=True)
+    # Prices that nobody set stay unset: they are stated as assumptions, and some do not go together.
+    data["prices"] = config.prices.model_dump(mode="json", exclude_unset=True)
+    return tomlkit.dumps(data)
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
