@@ -176,7 +176,7 @@ def test_a_dry_run_writes_nothing_and_loads_no_model(run_cli: Run, recipe: Path,
 
     monkeypatch.chdir(recipe.parent)
     monkeypatch.setattr("surefoot.policy.models.load", loaded)
-    monkeypatch.setattr("surefoot.policy.scratch.build_scratch", loaded)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.__init__", loaded)
     result = run_cli("run", recipe, "--dry-run")
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in recipe.parent.iterdir()) == ["tiny.toml"]

@@ -6,14 +6,19 @@ transformers model that dispatches to the attention interface. Must not know tas
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.core.types import Sampling
 
 _NAME = "surefoot"
+# MLPs known to compute down(act(gate(x)) * up(x)) and nothing else.
+_SILU_MLP = re.compile(r"^(Llama|Qwen2|Qwen3|Mistral|SmolLM3|Olmo|Olmo2)MLP$")
 
 
 class AttentionLayout(Protocol):
@@ -38,6 +43,64 @@ def install(model: nn.Module) -> None:
 
     AttentionInterface.register(_NAME, _interface)
     cast("Any", model).set_attn_implementation(_NAME)
+    for module in model.modules():
+        if _is_gated_mlp(module):
+            module.forward = functools.partial(_gated_mlp, module)
+
+
+class _GatedDown(torch.autograd.Function):
+    """down(silu(gate) * up), keeping only gate and up for the backward pass: half the memory of an MLP."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(gate, up, down)
+        return F.linear(F.silu(gate).mul_(up), down)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        grad = cast("Tensor", grads[0])
+        gate, up, down = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        share = torch.sigmoid(gate)
+        active = share * gate
+        grad_product = grad @ down
+        grad_down = None
+        if ctx.needs_input_grad[2]:
+            grad_down = grad.flatten(0, -2).T @ (active * up).flatten(0, -2)
+        grad_up = grad_product * active
+        # d silu(x) / dx = s + s x (1 - s), with s = sigmoid(x)
+        slope = share.addcmul_(active, 1 - share)
+        return grad_product.mul_(up).mul_(slope), grad_up, grad_down
+
+
+def _is_gated_mlp(module: Any) -> bool:
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    plain = all(type(part) is nn.Linear and getattr(part, "bias", None) is None for part in parts)
+    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return plain and silu and _SILU_MLP.match(type(module).__name__) is not None
+
+
+def _gated_mlp(module: Any, x: Tensor) -> Tensor:
+    return cast("Tensor", _GatedDown.apply(module.gate_proj(x), module.up_proj(x), module.down_proj.weight))
+
+
+class _Embed(torch.autograd.Function):
+    """Embedding whose gradient goes straight into ``weight.grad``: no [V, d] tensor per micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.weight, ctx.tokens = weight, tokens
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
+        _grad_of(ctx.weight).index_add_(0, ctx.tokens, cast("Tensor", grads[0]))
+        return None, None
+
+
+def _grad_of(weight: Tensor) -> Tensor:
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
 def base_of(model: nn.Module) -> Any:
@@ -57,7 +120,11 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: A
     tokens, positions: int64[N] -> float[N, d], after the last norm.
     """
     decoder = base_of(model).get_decoder()
-    out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout)
+    inputs: dict[str, Tensor] = {"input_ids": tokens[None]}
+    table = decoder.get_input_embeddings()
+    if type(table) is nn.Embedding and table.weight.requires_grad and torch.is_grad_enabled():
+        inputs = {"inputs_embeds": cast("Tensor", _Embed.apply(table.weight, tokens))[None]}
+    out = decoder(**inputs, position_ids=positions[None], use_cache=False, layout=layout)
     return cast("Tensor", out.last_hidden_state)[0]
 
 
@@ -81,14 +148,17 @@ def restrict(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """log p(target) per row without ever holding [rows, vocabulary] for more than one chunk."""
+    """log p(target) per row without ever holding [rows, vocabulary] for more than one chunk.
+
+    The head's gradient goes straight into ``head.grad``.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  the documented torch signature
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, sampling: Sampling, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, head, targets)
-        ctx.sampling, ctx.chunk = sampling, chunk
+        ctx.save_for_backward(hidden, targets)
+        ctx.head, ctx.sampling, ctx.chunk = head, sampling, chunk
         out = torch.empty(len(targets), dtype=hidden.dtype)
         entropy = torch.empty(len(targets), dtype=hidden.dtype)
         for start in range(0, len(targets), chunk):
@@ -100,21 +170,20 @@ class _SelectedLogprobs(torch.autograd.Function):
         return out, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
         grad = cast("Tensor", grads[0])
-        hidden, head, targets = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
-        scale = 1.0 / (ctx.sampling.temperature or 1.0)
+        hidden, targets = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        head, scale = cast("Tensor", ctx.head), 1.0 / (ctx.sampling.temperature or 1.0)
         grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             p = torch.softmax(restrict(hidden[rows] @ head.T, ctx.sampling), dim=-1).neg_()
             p[torch.arange(len(p)), targets[rows]] += 1.0
             p *= grad[rows, None] * scale
             torch.mm(p, head, out=grad_hidden[rows])
-            if grad_head is not None:
-                grad_head.addmm_(p.T, hidden[rows])
-        return grad_hidden, grad_head, None, None, None
+            if head.requires_grad:
+                _grad_of(head).addmm_(p.T, hidden[rows])
+        return grad_hidden, None, None, None, None
 
 
 def selected_logprobs(
