@@ -299,7 +299,8 @@ def _seconds(config: RunConfig, work: _Work, model: _Size, shape: _Shape) -> flo
 def _memory(config: RunConfig, model: _Size, shape: _Shape) -> dict[str, float]:
     """Bytes: weights, gradients, Adam, activations of one packed batch, vocabulary rows, keys and values."""
     rows = config.learner.tokens_per_batch
-    wide = 12 * model.hidden + 4 * model.intermediate
+    # kept for the backward pass, a token and layer: norms, projections, attention; gate and up
+    wide = 12 * model.hidden + 2 * model.intermediate
     kept = (
         model.layers * model.hidden + wide if config.learner.checkpoint_activations else model.layers * wide
     )

@@ -316,7 +316,7 @@ class Calculator(ToolEnvironment):
     """
 
     name: ClassVar[str] = "calculator"
-    horizon: ClassVar[int] = 4
+    horizon: ClassVar[int] = 3
     system: ClassVar[str] = (
         "Answer the question. If the text already states the result, do not call a tool; otherwise call one "
         "to compute it. Finish with only one line like: Answer: 1234"
@@ -328,7 +328,7 @@ class Calculator(ToolEnvironment):
         "scale": Variant("4-digit times 3-digit, or three factors", "scale"),
         "noisy_tool": Variant("the first call of an episode fails and asks to retry", "tool"),
     }
-    rewards = (exact_answer, answer_format, call_price(0.05))
+    rewards = (exact_answer, answer_format, call_price(0.2))
     success: ClassVar[str] = "exact_answer"
 
     _tries: int = 0

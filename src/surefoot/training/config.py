@@ -153,13 +153,15 @@ Stage = Annotated[SftStage | RlStage, Field(discriminator="kind")]
 
 
 class EvaluationConfig(_Section):
-    """What claims are measured on: ``tasks`` of each variant, ``samples`` each, from ``split``.
+    """What claims are measured on: ``tasks`` of the base variant and ``variant_tasks`` (default: as many)
+    of every other one, ``samples`` each, from ``split``.
 
     ``seed`` chooses the tasks; it does not change with the run's seed, so runs stay comparable.
     """
 
     split: Split = "test"
     tasks: Positive = 40
+    variant_tasks: Positive | None = None
     samples: Positive = 2
     variants: Literal["all"] | tuple[str, ...] = "all"
     control_variants: Literal["all", "base"] = "base"

@@ -228,7 +228,7 @@ class _Run:
         session, settings = self.session, self.config.evaluation
         tasks: list[Task] = []
         for variant in variants:
-            wanted = settings.tasks
+            wanted = settings.tasks if variant == "base" else settings.variant_tasks or settings.tasks
             found = session.tasks(settings.split, variant, seed=settings.seed, first=0, count=wanted)
             tasks.extend({task.id: task for task in found}.values())
         self.progress.begin(f"evaluate {policy}", len(tasks) * settings.samples)
