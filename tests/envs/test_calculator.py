@@ -288,5 +288,5 @@ def test_calls_up_to_the_horizon_end_the_episode_without_an_answer() -> None:
     task = some(calls=True)[0]
     attempt = call("calculator", expression="1+1")
     episode = played(task, [attempt] * 9)
-    assert (len(episode.turns), episode.truncated, episode.answer) == (4, True, None)
-    assert scores(task, *[attempt] * 9)["return"] == pytest.approx(-0.2)
+    assert (len(episode.turns), episode.truncated, episode.answer) == (3, True, None)
+    assert scores(task, *[attempt] * 9)["return"] == pytest.approx(-0.6)
