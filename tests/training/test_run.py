@@ -1,0 +1,271 @@
+"""Whole runs on the byte-level model: what is written, controls, budgets, kills and resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.core.errors import ConfigError, SignalError, StorageError
+from surefoot.learner import checkpoint
+from surefoot.runs.directory import RunDirectory
+from surefoot.runs.files import read_json_lines
+from surefoot.runs.store import TrajectoryStore
+from surefoot.training.algorithms import ALGORITHMS
+from surefoot.training.config import parse_config
+from surefoot.training.run import latest_checkpoint, resume_run, start_run
+
+TINY = Path(__file__).with_name("tiny.py")
+RECIPE = f"""
+name = "tiny"
+model.name = "scratch"
+environment.name = "{TINY}"
+sampling.max_tokens = 6
+engine.concurrency = 16
+
+[[stage]]
+kind = "sft"
+episodes = 4
+batch_size = 2
+lr = 1e-3
+
+[[stage]]
+kind = "rl"
+group_size = 4
+tasks_per_step = 2
+steps = 4
+lr = 1e-3
+checkpoint_every = 2
+
+[evaluation]
+tasks = 4
+samples = 2
+
+[controls]
+arms = ["permuted"]
+"""
+
+
+def config(*overrides: str) -> Any:
+    return parse_config(RECIPE, source="test", overrides=overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    start_run(config(), path)
+    return path
+
+
+def fingerprint(run: Path) -> dict[str, str]:
+    """Hashes of everything that must repeat bit for bit."""
+    files = [run / "metrics.jsonl", run / "evaluation.json", *sorted((run / "trajectories").glob("*.parquet"))]
+    files += sorted((run / "credit").glob("*.parquet"))
+    files += sorted(run.glob("checkpoints/*/*/weights.safetensors"))
+    return {str(f.relative_to(run)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def test_a_run_writes_what_it_promises(finished: Path) -> None:
+    metrics = read_json_lines(finished / "metrics.jsonl")
+    assert [(m["arm"], m["stage"], m["step"]) for m in metrics] == [
+        *[("start", "sft", i) for i in range(2)],
+        *[("treatment", "rl", i) for i in range(4)],
+        *[("permuted", "rl", i) for i in range(4)],
+    ]
+    evaluation = json.loads((finished / "evaluation.json").read_text())
+    assert set(evaluation) == {"initial", "start", "final", "permuted"}
+    assert set(evaluation["final"]["variants"]) == {"base", "letters"}
+    assert set(evaluation["permuted"]["variants"]) == {"base"}
+    verdict = json.loads((finished / "verdict.json").read_text())
+    assert verdict["outcome"] in {"learned", "memorised", "not_shown", "falsified"}
+    assert verdict["weakest_trust"] == "verified"
+    ledger = json.loads((finished / "ledger.json").read_text())
+    assert ledger
+    assert not TrajectoryStore(RunDirectory.open(finished, writable=False)).journals()
+
+
+def test_sampler_and_learner_agree_on_every_step(finished: Path) -> None:
+    steps = [m for m in read_json_lines(finished / "metrics.jsonl") if m["stage"] == "rl" and m["stepped"]]
+    assert steps and all(m["mismatch_max"] < 1e-4 for m in steps)
+
+
+def test_arms_start_alike_and_then_part(finished: Path) -> None:
+    """Same start, tasks and seeds: the first rollouts of two arms are the same, later ones are not."""
+    store = TrajectoryStore(RunDirectory.open(finished, writable=False))
+
+    def tokens(arm: str, step: int) -> list[bytes]:
+        groups = store.read(f"{arm}-rl-{step:06d}")
+        return [s.tokens.tobytes() for g in groups for t in g.trajectories for s in t.segments]
+
+    assert tokens("treatment", 0) == tokens("permuted", 0)
+    assert tokens("treatment", 3) != tokens("permuted", 3)
+
+
+def test_the_same_recipe_and_seed_give_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    start_run(config(), tmp_path / "again")
+    assert fingerprint(tmp_path / "again") == fingerprint(finished)
+
+
+def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:
+    start_run(config("seed=1", "controls.arms=[]"), tmp_path / "other")
+    assert (tmp_path / "other/metrics.jsonl").read_bytes() != (finished / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_resumes_to_itself(finished: Path) -> None:
+    before = fingerprint(finished)
+    resume_run(finished)
+    assert fingerprint(finished) == before
+
+
+def test_an_existing_run_is_not_overwritten(finished: Path) -> None:
+    with pytest.raises(ConfigError, match="resume"):
+        start_run(config(), finished)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_row_of_the_table_trains_and_stays_finite(name: str, tmp_path: Path) -> None:
+    settings = ["stage.rl.steps=2", "evaluation.tasks=2", "controls.arms=[]", f'stage.rl.algorithm="{name}"']
+    start_run(config(*settings), tmp_path / name)
+    steps = [m for m in read_json_lines(tmp_path / name / "metrics.jsonl") if m["stage"] == "rl"]
+    assert len(steps) == 2
+    assert any(m["stepped"] for m in steps)
+    assert all(m["grad_norm"] == m["grad_norm"] for m in steps)
+
+
+@pytest.mark.parametrize("arm", ["random", "constant", "frozen"])
+def test_the_other_control_arms_run(arm: str, tmp_path: Path) -> None:
+    start_run(config(f'controls.arms=["{arm}"]', "stage.rl.steps=2"), tmp_path / arm)
+    own = [m for m in read_json_lines(tmp_path / arm / "metrics.jsonl") if m["arm"] == arm]
+    assert [m["stepped"] for m in own] == [arm == "random"] * 2
+    if arm != "random":
+        start = latest_checkpoint(tmp_path / arm / "checkpoints/start")
+        end = latest_checkpoint(tmp_path / arm / "checkpoints" / arm)
+        assert start is not None and end is not None
+        a, b = (checkpoint.read_state(path)["files"]["weights.safetensors"] for path in (start, end))
+        assert a == b, "an arm without a signal must leave the weights alone"
+
+
+def test_two_updates_a_step_and_adapters_run(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    path = tmp_path / "lora"
+    start_run(config("stage.rl.updates_per_step=2", "model.lora.rank=4", "model.lora.alpha=8.0"), path)
+    steps = [m for m in read_json_lines(path / "metrics.jsonl") if m["stage"] == "rl"]
+    assert all(m["mismatch_max"] < 1e-4 for m in steps)
+    weights = latest_checkpoint(path / "checkpoints/treatment")
+    assert weights is not None and (weights / "weights.safetensors").stat().st_size < 400_000
+
+
+def test_a_budget_stops_cleanly_with_what_there_is(tmp_path: Path) -> None:
+    result = start_run(config("budget.tokens=900"), tmp_path / "small")
+    assert "tokens" in result.stopped
+    assert (tmp_path / "small/ledger.json").exists()
+    assert any(e["kind"] == "budget_reached" for e in read_json_lines(tmp_path / "small/events.jsonl"))
+
+
+def test_too_many_unscored_episodes_stop_the_run_with_the_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(TINY.read_text().replace("return float(len", "raise ValueError('no judge')\n    return float(len"))
+    with pytest.raises(SignalError, match=r"100%.*no judge"):
+        start_run(config(f'environment.name="{broken}"'), tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_named_at_resume(finished: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    (copy / "verdict.json").unlink()
+    damaged = latest_checkpoint(copy / "checkpoints/treatment")
+    assert damaged is not None
+    with (damaged / "weights.safetensors").open("r+b") as stream:
+        stream.seek(5000)
+        stream.write(b"\xff\xff\xff")
+    with pytest.raises(StorageError, match=r"weights.safetensors is damaged"):
+        resume_run(copy)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stage.rl.stepz=3", ["stepz", "'steps'"]),
+        ("stage.rl.steps=-1", ["steps = -1", "greater than or equal to 1"]),
+        ('stage.rl.lr="fast"', ["lr = 'fast'", "number"]),
+        ('stage.rl.algorithm="grpoo"', ["grpoo", "'grpo'"]),
+        ('stage.rl.settings={max_length=5}', ["max_length", "no effect", "grpo"]),
+        ('rewards.override="because"', ["override", "no effect"]),
+        ("rewards.weights={even_lenght=2.0}", ["even_lenght", "even_length"]),
+        ('evaluation.variants=["leters"]', ["leters", "'letters'"]),
+        ("sampling.temperature=0.0", ["temperature"]),
+        ('controls.arms=["permutted"]', ["permut"]),
+        ('environment.name="calculater"', ["calculater", "calculator"]),
+        ('model.name="smollm2-135mm"', ["smollm2-135mm", "smollm2-135m"]),
+        ("nonsense", ["a.b=value"]),
+        ("stage.2.steps=1", ["stage"]),
+        ("stage.rl.updates_per_step=5", ["updates_per_step = 5", "tasks_per_step"]),
+    ],
+)
+def test_bad_settings_name_the_key_the_value_and_what_would_be_right(
+    override: str, words: list[str], tmp_path: Path
+) -> None:
+    from surefoot.core.errors import SurefootError
+
+    with pytest.raises(SurefootError) as caught:
+        start_run(config(override), tmp_path / "never")
+    for word in words:
+        assert word in str(caught.value)
+
+
+KILLS = 10
+
+
+@pytest.mark.slow
+def test_E23_killed_at_ten_random_instants_a_run_resumes_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    """kill -9, resume, kill again ...: weights, metrics, trajectories and credit equal the straight run's."""
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "killed"
+    recipe.write_text(RECIPE)
+    rng, kills = random.Random(0), 0
+    started = RunDirectory.open(finished, writable=False)
+    assert started
+    while True:
+        resume = ["--resume"] if (out / "manifest.json").exists() else []
+        command = [sys.executable, "-m", "surefoot.cli", "run", str(recipe), "--out", str(out), "--no-report"]
+        process = subprocess.Popen(
+            [*command, *resume], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "200"}
+        )
+        if kills < KILLS:
+            before = progress(out)
+            while process.poll() is None and progress(out) == before:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.25))
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                kills += 1
+                continue
+        stderr = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, stderr.decode()[-2000:]
+        break
+    assert kills >= KILLS // 2, "the run must really have been interrupted"
+    assert fingerprint(out) == fingerprint(finished)
+    assert not [e for e in read_json_lines(out / "events.jsonl") if e["kind"] == "replay_differs"]
+
+
+def progress(out: Path) -> tuple[int, int]:
+    """Something that moves as the run does: files and their bytes."""
+    found = [p for p in out.rglob("*") if p.is_file()] if out.exists() else []
+    size = 0
+    for path in found:
+        try:
+            size += path.stat().st_size
+        except OSError:
+            continue  # a temporary file that was renamed meanwhile
+    return len(found), size
