@@ -32,8 +32,15 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     if info.exists():
         lines = info.read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    return {"cpu": model, "cores": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()}
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+    }
 
 
 def keep(name: str, record: dict[str, Any]) -> Path:

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ def prompts(tokenizer: Any, shape: str) -> list[str]:
         '{"expression": {"type": "string", "description": "The expression."}}, "required": ["expression"]}}} '
         "For each function call return a json object with the function name and its arguments. "
     )
-    words = "the quick brown fox jumps over a lazy dog while many people watch from old stone bridges".split()
+    words = "the quick brown fox jumps over a lazy dog while many people watch from old stone bridges"
     texts: list[str] = []
     for seed in range(PROMPTS):
         rng = random.Random(seed)
         text = (tool if shape == "agent" else "") + f"Question {seed}:"
         while len(tokenizer(text)["input_ids"]) < SHAPES[shape]:
-            text += " " + rng.choice(words)
+            text += " " + rng.choice(words.split())
         texts.append(text)
     return texts
 
@@ -73,7 +74,9 @@ def ours(folder: str, shape: str, steps: int) -> dict[str, Any]:
 
     async def rollout(step: int) -> list[Any]:
         async def one(i: int, j: int) -> Any:
-            sample = await engine.sample(SampleRequest(f"{i}/{j}", ids[i], sampling, (), step * 1000 + i * 10 + j))
+            sample = await engine.sample(
+                SampleRequest(f"{i}/{j}", ids[i], sampling, (), step * 1000 + i * 10 + j)
+            )
             engine.leave()
             return sample
 
@@ -162,8 +165,8 @@ def trl(folder: str, shape: str, steps: int, layout: str) -> dict[str, Any]:
         callbacks=[Clock()],
     )
     trainer.train()
-    wall = [b[0] - a[0] for a, b in zip(marks, marks[1:])]
-    cpu = [b[1] - a[1] for a, b in zip(marks, marks[1:])]
+    wall = [b[0] - a[0] for a, b in pairwise(marks)]
+    cpu = [b[1] - a[1] for a, b in pairwise(marks)]
     return {"wall": wall, "cpu": cpu, "peak_mb": peak(), "resident_mb": resident}
 
 
@@ -251,23 +254,23 @@ def compare(shapes: list[str], steps: int, rounds: int, peer: str) -> None:
             key: {side: [value for run in runs[side] for value in run[key]] for side in runs}
             for key in ("wall", "cpu")
         }
-        lowest = {side: min(run["peak_mb"] for run in runs[side]) for side in runs}
-        if trial["whole"]["peak_mb"] and trial["parts"]["peak_mb"]:
-            lowest["trl"] = min(lowest["trl"], *(run["peak_mb"] for run in trial.values()))
-        record = {
+        record: dict[str, Any] = {
             "trl_layout": layout,
-            "trl_layouts_tried": {name: run["wall"] for name, run in trial.items()},
-            "peak_mb": {"ours": max(run["peak_mb"] for run in runs["ours"]), "trl": lowest["trl"]},
+            "trl_layouts_tried": {
+                name: {k: run[k] for k in ("wall", "peak_mb")} for name, run in trial.items()
+            },
+            "peak_mb": {side: max(run["peak_mb"] for run in runs[side]) for side in runs},
             "resident_mb": {side: [run["resident_mb"] for run in runs[side]] for side in runs},
         }
         for key, sides in figures.items():
             middle, low, high = ratio_interval(sides["trl"], sides["ours"])
             record[key] = {**sides, "ratio": middle, "ratio_ci": [low, high]}
-            print(f"{shape:6s} {key:5s} ours {statistics.median(sides['ours']):6.2f} s  "
-                  f"TRL {statistics.median(sides['trl']):6.2f} s  ratio {middle:.2f} [{low:.2f}, {high:.2f}]")  # fmt: skip
+            mine, theirs = (statistics.median(sides[side]) for side in ("ours", "trl"))
+            print(f"{shape:6s} {key:5s} ours {mine:6.2f} s  TRL {theirs:6.2f} s  ", end="")
+            print(f"ratio {middle:.2f} [{low:.2f}, {high:.2f}]")
         memory = record["peak_mb"]
-        print(f"{shape:6s} peak  ours {memory['ours']} MB  TRL {memory['trl']} MB  "
-              f"share {memory['ours'] / memory['trl']:.2f}")  # fmt: skip
+        share = memory["ours"] / memory["trl"]
+        print(f"{shape:6s} peak  ours {memory['ours']} MB  TRL {memory['trl']} MB  share {share:.2f}")
         result["shapes"][shape] = record
     print("kept in", keep("step_vs_trl", result))
 

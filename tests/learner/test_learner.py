@@ -117,7 +117,9 @@ def test_observation_tokens_and_prompts_carry_no_loss() -> None:
     mask[8:11] = True
     other = tokens.copy()
     other[11:] += 40
-    pair = [Example(((t, mask),), np.zeros(3, np.float32), np.ones(3), np.array([3])) for t in (tokens, other)]
+    pair = [
+        Example(((t, mask),), np.zeros(3, np.float32), np.ones(3), np.array([3])) for t in (tokens, other)
+    ]
     a, b = (gradients(model, [example], sft_loss)[0] for example in pair)
     assert a == pytest.approx(b, abs=1e-6)
 
@@ -248,7 +250,9 @@ def test_a_foreign_schema_is_refused(tmp_path: Path) -> None:
         checkpoint.read_state(tmp_path / "a")
 
 
-def test_a_failed_write_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner = learner_of(model_of())
     path = tmp_path / "step-000001"
     checkpoint.save(path, learner, {"old": True})

@@ -10,7 +10,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from surefoot.core.types import Action, Finish, Group, Provenance, Sampling, Scored, Step, StopReason, Task, Trust
+from surefoot.core.types import (
+    Action,
+    Finish,
+    Group,
+    Provenance,
+    Sampling,
+    Scored,
+    Step,
+    StopReason,
+    Task,
+    Trust,
+)
 from surefoot.engines.base import Sample, SampleRequest
 from surefoot.envs.base import Draft, ToolEnvironment, Variant, answer, call
 from surefoot.policy.rendering import Codec, make_codec

@@ -68,7 +68,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fingerprint(run: Path) -> dict[str, str]:
     """Hashes of everything that must repeat bit for bit."""
-    files = [run / "metrics.jsonl", run / "evaluation.json", *sorted((run / "trajectories").glob("*.parquet"))]
+    files = [
+        run / "metrics.jsonl",
+        run / "evaluation.json",
+        *sorted((run / "trajectories").glob("*.parquet")),
+    ]
     files += sorted((run / "credit").glob("*.parquet"))
     files += sorted(run.glob("checkpoints/*/*/weights.safetensors"))
     return {str(f.relative_to(run)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
@@ -173,7 +177,9 @@ def test_a_budget_stops_cleanly_with_what_there_is(tmp_path: Path) -> None:
 
 def test_too_many_unscored_episodes_stop_the_run_with_the_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
-    broken.write_text(TINY.read_text().replace("return float(len", "raise ValueError('no judge')\n    return float(len"))
+    broken.write_text(
+        TINY.read_text().replace("return float(len", "raise ValueError('no judge')\n    return float(len")
+    )
     with pytest.raises(SignalError, match=r"100%.*no judge"):
         start_run(config(f'environment.name="{broken}"'), tmp_path / "run")
 
@@ -200,7 +206,7 @@ def test_a_damaged_checkpoint_is_named_at_resume(finished: Path, tmp_path: Path)
         ("stage.rl.steps=-1", ["steps = -1", "greater than or equal to 1"]),
         ('stage.rl.lr="fast"', ["lr = 'fast'", "number"]),
         ('stage.rl.algorithm="grpoo"', ["grpoo", "'grpo'"]),
-        ('stage.rl.settings={max_length=5}', ["max_length", "no effect", "grpo"]),
+        ("stage.rl.settings={max_length=5}", ["max_length", "no effect", "grpo"]),
         ('rewards.override="because"', ["override", "no effect"]),
         ("rewards.weights={even_lenght=2.0}", ["even_lenght", "even_length"]),
         ('evaluation.variants=["leters"]', ["leters", "'letters'"]),
@@ -228,7 +234,9 @@ KILLS = 10
 
 
 @pytest.mark.slow
-def test_E23_killed_at_ten_random_instants_a_run_resumes_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
+def test_E23_killed_at_ten_random_instants_a_run_resumes_to_the_same_bits(
+    finished: Path, tmp_path: Path
+) -> None:
     """kill -9, resume, kill again ...: weights, metrics, trajectories and credit equal the straight run's."""
     recipe, out = tmp_path / "tiny.toml", tmp_path / "killed"
     recipe.write_text(RECIPE)
@@ -239,7 +247,10 @@ def test_E23_killed_at_ten_random_instants_a_run_resumes_to_the_same_bits(finish
         resume = ["--resume"] if (out / "manifest.json").exists() else []
         command = [sys.executable, "-m", "surefoot.cli", "run", str(recipe), "--out", str(out), "--no-report"]
         process = subprocess.Popen(
-            [*command, *resume], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "200"}
+            [*command, *resume],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "200"},
         )
         if kills < KILLS:
             before = progress(out)

@@ -18,7 +18,10 @@ def even_length(episode: Any) -> float:
 class Tiny(ToolEnvironment):
     name = "tiny"
     horizon = 1
-    variants: ClassVar[dict[str, Variant]] = {"base": Variant("digits"), "letters": Variant("letters", "surface")}
+    variants: ClassVar[dict[str, Variant]] = {
+        "base": Variant("digits"),
+        "letters": Variant("letters", "surface"),
+    }
     rewards = (even_length,)
 
     @classmethod
