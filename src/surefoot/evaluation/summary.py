@@ -6,7 +6,7 @@ Must not know how the policies came about. Unscored episodes are counted and lef
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,3 +97,26 @@ def policy_scores(name: str, evaluation: dict[str, Any]) -> PolicyScores:
     """The scores of a stored evaluation in the form the verdict takes."""
     variants = {key: value["scores"] for key, value in evaluation["variants"].items() if value["scores"]}
     return PolicyScores(name, variants)
+
+
+def shared_tasks(policies: Mapping[str, PolicyScores]) -> dict[str, PolicyScores]:
+    """The policies on the tasks that every one of them was scored on, since differences are paired.
+
+    A task is lost where all of a policy's episodes on it are unscored.
+    """
+    common: dict[str, set[str]] = {}
+    for policy in policies.values():
+        for variant, tasks in policy.by_variant.items():
+            common[variant] = common.get(variant, set(tasks)) & set(tasks)
+    return {
+        name: PolicyScores(
+            policy.name,
+            {
+                variant: {task: scores for task, scores in tasks.items() if task in common[variant]}
+                for variant, tasks in policy.by_variant.items()
+                if common[variant]
+            },
+            policy.seeds,
+        )
+        for name, policy in policies.items()
+    }

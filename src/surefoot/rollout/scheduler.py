@@ -69,16 +69,25 @@ class Rollouts:
         self.workers = WorkerPool()
 
     async def collect(
-        self, tasks: Sequence[Task], *, members: int, sampling: Sampling, name: str, seed: int, hooks: Hooks
+        self,
+        tasks: Sequence[Task],
+        *,
+        members: int,
+        sampling: Sampling,
+        name: str,
+        seed: int,
+        hooks: Hooks,
+        first: int = 0,
     ) -> list[Group]:
         """``members`` episodes of every task, sampled by the engine.
 
-        Ids are ``name/task number/member``; all sampling follows from ``seed`` and the task's id.
+        Ids are ``name/task number/member``, numbers from ``first``; all sampling follows from ``seed``,
+        the task's id and these numbers.
         """
         actor = EngineActor(self.engine, self.codec, sampling)
         plans = [
             EpisodePlan(f"{name}/{i:04d}/{j:02d}", f"{name}/{i:04d}", task, derive(seed, task.id, i, j))
-            for i, task in enumerate(tasks)
+            for i, task in enumerate(tasks, first)
             for j in range(members)
         ]
         return await self._run(tasks, plans, members, lambda _: actor, sampling, hooks, self.engine)

@@ -20,7 +20,7 @@ from surefoot.core.errors import BudgetReached, ConfigError, StorageError
 from surefoot.core.seeds import derive
 from surefoot.core.types import Group, Task
 from surefoot.envs.loading import load_environment
-from surefoot.evaluation.summary import policy_scores, summarise
+from surefoot.evaluation.summary import policy_scores, shared_tasks, summarise
 from surefoot.evaluation.verdict import PolicyScores, Verdict, judge
 from surefoot.learner import checkpoint
 from surefoot.learner.learner import Learner, OptimizerSettings
@@ -258,7 +258,7 @@ class _Run:
         files.write_atomic(self.run.controls, json.dumps(controls, indent=1))
         if "initial" not in found or "final" not in found:
             return None
-        scores = {name: policy_scores(name, record) for name, record in found.items()}
+        scores = shared_tasks({name: policy_scores(name, record) for name, record in found.items()})
         totals = self.session.ledger.totals()
         verdict: Verdict = judge(
             initial=scores["initial"],

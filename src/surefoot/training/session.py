@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 from surefoot.core.errors import BudgetReached, ConfigError, SignalError, nearest
@@ -187,13 +187,28 @@ class Session:
             if oracle:
                 groups = asyncio.run(self.rollouts.perform(tasks, name=unit.name, hooks=hooks))
             else:
-                groups = asyncio.run(
-                    self.rollouts.collect(
-                        tasks, members=members, sampling=self.sampling, name=unit.name, seed=seed, hooks=hooks
-                    )
-                )
+                groups = self._sample(unit, tasks, members, seed, hooks)
         self.spent(unit, began, cpu)
         self._keep(unit, groups)
+        return groups
+
+    def _sample(
+        self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, hooks: Hooks
+    ) -> list[Group]:
+        """Variant after variant: the tasks of one share their instructions and tools, and so their cache."""
+        groups: list[Group] = []
+        for _, own in groupby(tasks, key=lambda task: task.variant):
+            self.engine.new_version(self.engine.version)
+            collected = self.rollouts.collect(
+                list(own),
+                members=members,
+                sampling=self.sampling,
+                name=unit.name,
+                seed=seed,
+                hooks=hooks,
+                first=len(groups),
+            )
+            groups.extend(asyncio.run(collected))
         return groups
 
     def _keep(self, unit: Unit, groups: list[Group]) -> None:
