@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from surefoot.training.config import RlStage, RunConfig
 
 # Rough figures, deliberately on the slow side of a recent laptop core.
-GFLOPS_PER_CORE = 25.0
-SECONDS_PER_MODEL_CALL = 0.004
+GFLOPS_SAMPLING = 25.0  # a core; one token an episode at a time
+GFLOPS_UPDATE = 60.0  # a core; whole sequences
+SECONDS_PER_MODEL_CALL = 0.012
+SECONDS_PER_UPDATE = 0.08
 TOKENS_PER_BYTE = 0.3
 TURN_FRAME_TOKENS = 8
 _FLOAT = 4  # bytes; weights, gradients and optimiser state are float32
@@ -116,8 +118,10 @@ def estimate(config: RunConfig, out: Path) -> dict[str, Any]:
         "prices": config.prices.basis(),
         "machine": {"cores": cores(), "memory_bytes": memory()[0]},
         "rates": {
-            "gflops_per_core": GFLOPS_PER_CORE,
+            "gflops_sampling": GFLOPS_SAMPLING,
+            "gflops_update": GFLOPS_UPDATE,
             "seconds_per_model_call": SECONDS_PER_MODEL_CALL,
+            "seconds_per_update": SECONDS_PER_UPDATE,
             "tokens_per_byte": _tokens_per_byte(config),
         },
         "warnings": _warnings(config, tokens, seconds, usd),
@@ -285,15 +289,19 @@ def _llama_size(described: Mapping[str, Any], config: RunConfig) -> _Size | None
 
 
 def _seconds(config: RunConfig, work: _Work, model: _Size, shape: _Shape) -> float:
-    """Arithmetic at the stated rate, plus a fixed time for each call of the model."""
+    """Arithmetic at the stated rates, plus a fixed time for each call of the model and each update."""
     fresh = work.episodes * (shape.observed + shape.sampled) + work.tasks * shape.prompt
-    forward = fresh if work.sampled else 0.0
-    # forward 2 and backward 4 operations a weight and token
-    flops = model.parameters * (2 * forward + 6 * fresh * work.passes)
-    rounds = math.ceil(work.episodes / config.engine.concurrency / max(work.steps, 1)) * max(work.steps, 1)
-    calls = rounds * shape.sampled if work.sampled else 0.0
-    calls += work.passes * fresh / config.learner.tokens_per_batch
-    return flops / (GFLOPS_PER_CORE * 1e9 * cores()) + calls * SECONDS_PER_MODEL_CALL
+    seconds = 0.0
+    if work.sampled:
+        steps = max(work.steps, 1)
+        rounds = math.ceil(work.episodes / config.engine.concurrency / steps) * steps
+        seconds += 2 * model.parameters * fresh / (GFLOPS_SAMPLING * 1e9 * cores())
+        seconds += rounds * shape.sampled * SECONDS_PER_MODEL_CALL
+    if work.passes:
+        # forward 2 and backward 4 operations a weight and token
+        seconds += 6 * model.parameters * fresh * work.passes / (GFLOPS_UPDATE * 1e9 * cores())
+        seconds += work.steps * SECONDS_PER_UPDATE
+    return seconds
 
 
 def _memory(config: RunConfig, model: _Size, shape: _Shape) -> dict[str, float]:
@@ -380,8 +388,9 @@ def _estimates(plan: Mapping[str, Any]) -> Any:
     table.add_row(
         "time",
         duration(plan["seconds"]),
-        f"{plan['machine']['cores']} cores at {rates['gflops_per_core']:g} GFLOP/s, "
-        f"{1000 * rates['seconds_per_model_call']:g} ms a model call; "
+        f"{plan['machine']['cores']} cores at {rates['gflops_sampling']:g} GFLOP/s sampling and "
+        f"{rates['gflops_update']:g} in updates, {1000 * rates['seconds_per_model_call']:g} ms a model call, "
+        f"{1000 * rates['seconds_per_update']:g} ms an update; "
         f"{model['parameters'] / 1e6:.3g} million parameters ({model['basis']})",
     )
     table.add_row("memory", size(parts["total"]), f"{shown}; beside Python and its libraries")
