@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -237,46 +235,44 @@ KILLS = 10
 def test_E23_killed_at_ten_random_instants_a_run_resumes_to_the_same_bits(
     finished: Path, tmp_path: Path
 ) -> None:
-    """kill -9, resume, kill again ...: weights, metrics, trajectories and credit equal the straight run's."""
+    """kill -9, resume, kill again ...: weights, metrics, trajectories and credit equal the straight run's.
+
+    Each kill comes a random while after the process did new work, so that kills are spread over the run.
+    """
     recipe, out = tmp_path / "tiny.toml", tmp_path / "killed"
     recipe.write_text(RECIPE)
-    rng, kills = random.Random(0), 0
-    started = RunDirectory.open(finished, writable=False)
-    assert started
+    rng = random.Random(0)
+    at: list[tuple[int, int]] = []
     while True:
         resume = ["--resume"] if (out / "manifest.json").exists() else []
         command = [sys.executable, "-m", "surefoot.cli", "run", str(recipe), "--out", str(out), "--no-report"]
-        process = subprocess.Popen(
-            [*command, *resume],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "COLUMNS": "200"},
-        )
-        if kills < KILLS:
-            before = progress(out)
-            while process.poll() is None and progress(out) == before:
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.25))
+        process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if len(at) < KILLS:
+            before = work(out)
+            while process.poll() is None and work(out) == before:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.3))
             if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                kills += 1
+                process.kill()
+                process.communicate()
+                at.append(work(out))
                 continue
         stderr = process.communicate(timeout=300)[1]
         assert process.returncode == 0, stderr.decode()[-2000:]
         break
-    assert kills >= KILLS // 2, "the run must really have been interrupted"
+    assert len(set(at)) >= KILLS // 2, f"the kills must be spread over the run: {at}"
     assert fingerprint(out) == fingerprint(finished)
     assert not [e for e in read_json_lines(out / "events.jsonl") if e["kind"] == "replay_differs"]
 
 
-def progress(out: Path) -> tuple[int, int]:
-    """Something that moves as the run does: files and their bytes."""
-    found = [p for p in out.rglob("*") if p.is_file()] if out.exists() else []
-    size = 0
-    for path in found:
-        try:
-            size += path.stat().st_size
-        except OSError:
-            continue  # a temporary file that was renamed meanwhile
-    return len(found), size
+def work(out: Path) -> tuple[int, int]:
+    """What a run has done so far: bytes of episodes on disk, and files of finished pieces."""
+    size = pieces = 0
+    for pattern in ("trajectories/*", "evaluations/*", "checkpoints/*/*/*", "credit/*", "metrics.jsonl"):
+        for path in out.glob(pattern):
+            try:
+                size += path.stat().st_size
+            except OSError:
+                continue  # a temporary file that was renamed meanwhile
+            pieces += 1
+    return size, pieces

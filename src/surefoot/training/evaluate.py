@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from surefoot.core.errors import ConfigError
-from surefoot.core.seeds import derive
-from surefoot.core.types import Task
-from surefoot.evaluation.summary import summarise
 from surefoot.learner import checkpoint
 from surefoot.runs import files
 from surefoot.runs.directory import Manifest, RunDirectory
 from surefoot.training.arms import TREATMENT
 from surefoot.training.config import RunConfig, to_toml
+from surefoot.training.measuring import measure
 from surefoot.training.progress import Progress, Silent
 from surefoot.training.run import START, check_config, latest_checkpoint
-from surefoot.training.session import Session, Unit
+from surefoot.training.session import Session
 
 
 def checkpoint_of(run: RunDirectory, step: int | None) -> Path:
@@ -71,31 +68,8 @@ def evaluate_policy(
         session = Session(config, run, progress or Silent())
         if weights is not None:
             checkpoint.load_weights(weights, session.loaded.model)
-            session.engine.new_version(session.engine.version)
         record = measure(session, policy, session.variants)
         files.write_atomic(run.evaluation_of(policy), json.dumps(record, indent=1))
         files.write_atomic(run.evaluation, json.dumps({policy: record}, indent=1))
         session.ledger.write_summary(run.ledger)
         return record
-
-
-def measure(session: Session, policy: str, variants: Sequence[str], *, step: int = 0) -> dict[str, Any]:
-    """Play the session's current weights on the held-out tasks of ``variants`` and sum them up."""
-    settings, reward = session.config.evaluation, session.success_reward
-    tasks: list[Task] = []
-    for variant in variants:
-        found = session.tasks(settings.split, variant, seed=settings.seed, first=0, count=settings.tasks)
-        tasks.extend({task.id: task for task in found}.values())
-    session.progress.begin(f"evaluate {policy}", len(tasks) * settings.samples)
-    unit = Unit(f"eval-{policy}", policy, "evaluation", step, "evaluation")
-    groups = session.collect(unit, tasks, members=settings.samples, seed=derive("evaluation", settings.seed))
-    figures = {
-        variant: summarise(
-            [group for group in groups if group.task.variant == variant],
-            reward=reward.name,
-            full=reward.span[1],
-            level=settings.level,
-        )
-        for variant in variants
-    }
-    return {"policy": policy, "split": settings.split, "samples": settings.samples, "variants": figures}

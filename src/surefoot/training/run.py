@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from surefoot.core.errors import BudgetReached, ConfigError, StorageError
-from surefoot.core.seeds import derive
-from surefoot.core.types import Group, Task
 from surefoot.envs.loading import load_environment
-from surefoot.evaluation.summary import policy_scores, shared_tasks, summarise
+from surefoot.evaluation.summary import policy_scores, shared_tasks
 from surefoot.evaluation.verdict import PolicyScores, Verdict, judge
 from surefoot.learner import checkpoint
 from surefoot.learner.learner import Learner, OptimizerSettings
@@ -29,6 +27,7 @@ from surefoot.runs.directory import Manifest, RunDirectory
 from surefoot.training.algorithms import Algorithm, algorithm
 from surefoot.training.arms import TREATMENT
 from surefoot.training.config import RlStage, RunConfig, SftStage, parse_config, to_toml
+from surefoot.training.measuring import measure
 from surefoot.training.progress import Progress, Silent
 from surefoot.training.session import Session, Unit, resolve_rewards, resolve_variants
 from surefoot.training.stages import RlTraining, SftTraining
@@ -106,58 +105,59 @@ class _Run:
         config = self.config
         variants = self.session.variants
         self._evaluate("initial", variants, 0)
-        self._train(START, config.cold_start, None)
+        version = self._train(START, config.cold_start, None)
         if config.cold_start:
-            self._evaluate(START, variants, 0)
+            self._evaluate(START, variants, version)
         if not config.reinforcement:
             return
         start = latest_checkpoint(self.run.checkpoint(START, 0).parent)
         assert start is not None
-        self._train(TREATMENT, config.reinforcement, start)
-        self._evaluate("final", variants, 0)
+        version = self._train(TREATMENT, config.reinforcement, start)
+        self._evaluate("final", variants, version)
         controls = variants if config.evaluation.control_variants == "all" else ("base",)
         for arm in config.arms:
-            self._train(arm, config.reinforcement, start)
-            self._evaluate(arm, controls, 0)
+            version = self._train(arm, config.reinforcement, start)
+            self._evaluate(arm, controls, version)
 
     # training -----------------------------------------------------------------------------------
 
-    def _train(self, arm: str, stages: Sequence[SftStage | RlStage], base: Path | None) -> None:
-        """Run an arm's stages from ``base`` (None: the model as loaded), or from where it was left."""
-        folder = self.run.checkpoint(arm, 0).parent
-        latest = latest_checkpoint(folder)
+    def _train(self, arm: str, stages: Sequence[SftStage | RlStage], base: Path | None) -> int:
+        """Run an arm's stages from ``base`` (None: the model as loaded), or from where it was left.
+
+        Returns the arm's number of steps, which is the version of its last policy.
+        """
+        latest = latest_checkpoint(self.run.checkpoint(arm, 0).parent)
         state = checkpoint.read_state(latest)["state"] if latest is not None else None
         if state is not None and state["finished"]:
             checkpoint.load_weights(cast("Path", latest), self.session.loaded.model)
-            self._new_weights()
-            return
+            return int(state["global_step"])
         done = int(state["global_step"]) if state is not None else 0
         files.truncate_json_lines(self.run.metrics, lambda line: line["arm"] != arm or line["step"] < done)
         if latest is None and base is not None:
             checkpoint.load_weights(base, self.session.loaded.model)
         first_step = first_task = 0
         for number, stage in enumerate(stages):
-            training = self._training(stage, arm, number, first_task)
-            if first_step + training.steps > done or (done == 0 and training.steps == 0):
-                self._stage(
-                    arm, number, stage, training, first_step, done, latest, last=number == len(stages) - 1
-                )
+            training = self._training(stage, arm, number, first_task, first_step)
+            if first_step + training.steps > done:
+                last = number == len(stages) - 1
+                self._stage(arm, number, stage, training, first_step, done, latest, last=last)
                 latest = None
             first_step += training.steps
             first_task += stage.tasks_per_step * stage.steps if isinstance(stage, RlStage) else 0
         if not stages:
             learner = Learner(self.session.loaded.model, OptimizerSettings(), total_updates=0)
             self._save(arm, learner, 0, finished=True)
+        return first_step
 
     def _training(
-        self, stage: SftStage | RlStage, arm: str, number: int, first_task: int
+        self, stage: SftStage | RlStage, arm: str, number: int, first_task: int, first_step: int
     ) -> SftTraining | RlTraining:
         if isinstance(stage, SftStage):
             return SftTraining(self.session, stage, arm)
         shown = sum(item.episodes for item in self.config.cold_start)
         row: Algorithm = algorithm(stage.algorithm, stage.settings)
         tag = "rl" if number == 0 else f"rl{number}"
-        return RlTraining(self.session, stage, row, arm, shown + first_task, tag)
+        return RlTraining(self.session, stage, row, arm, shown + first_task, first_step, tag)
 
     def _stage(
         self,
@@ -178,7 +178,6 @@ class _Run:
         if latest is not None:
             checkpoint.load(latest, learner, optimizer=begin > 0)
         training.prepare()
-        self._new_weights()
         every = stage.checkpoint_every if isinstance(stage, RlStage) else training.steps
         for index in range(begin, training.steps):
             result = training.step(index, learner)
@@ -215,36 +214,16 @@ class _Run:
             shutil.rmtree(old)
         self.session.spent(Unit("", arm, "checkpoint", global_step, "checkpoint"), began, cpu)
 
-    def _new_weights(self) -> None:
-        self.session.engine.new_version(self.session.engine.version)
-
     # evaluation ---------------------------------------------------------------------------------
 
-    def _evaluate(self, policy: str, variants: Sequence[str], step: int) -> None:
-        """Measure the current weights on held-out tasks of ``variants``, once."""
+    def _evaluate(self, policy: str, variants: Sequence[str], version: int) -> None:
+        """Measure the current weights, once."""
         path = self.run.evaluation_of(policy)
         if path.exists():
             return
-        session, settings = self.session, self.config.evaluation
-        tasks: list[Task] = []
-        for variant in variants:
-            wanted = settings.tasks if variant == "base" else settings.variant_tasks or settings.tasks
-            found = session.tasks(settings.split, variant, seed=settings.seed, first=0, count=wanted)
-            tasks.extend({task.id: task for task in found}.values())
-        self.progress.begin(f"evaluate {policy}", len(tasks) * settings.samples)
-        self._new_weights()
-        unit = Unit(f"eval-{policy}", policy, "evaluation", step, "evaluation")
-        seed = derive("evaluation", settings.seed)
-        groups = session.collect(unit, tasks, members=settings.samples, seed=seed)
-        figures = {variant: self._figures(groups, variant) for variant in variants}
-        record = {"policy": policy, "split": settings.split, "samples": settings.samples, "variants": figures}
+        record = measure(self.session, policy, variants, version=version)
         files.write_atomic(path, json.dumps(record, indent=1))
-        self.progress.say(_evaluation_line(policy, figures))
-
-    def _figures(self, groups: Sequence[Group], variant: str) -> dict[str, Any]:
-        reward = self.session.success_reward
-        own = [group for group in groups if group.task.variant == variant]
-        return summarise(own, reward=reward.name, full=reward.span[1], level=self.config.evaluation.level)
+        self.progress.say(_evaluation_line(policy, record["variants"]))
 
     # verdict ------------------------------------------------------------------------------------
 

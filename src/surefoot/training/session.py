@@ -198,7 +198,6 @@ class Session:
         """Variant after variant: the tasks of one share their instructions and tools, and so their cache."""
         groups: list[Group] = []
         for _, own in groupby(tasks, key=lambda task: task.variant):
-            self.engine.new_version(self.engine.version)
             collected = self.rollouts.collect(
                 list(own),
                 members=members,
@@ -209,6 +208,7 @@ class Session:
                 first=len(groups),
             )
             groups.extend(asyncio.run(collected))
+            self.engine.new_version(self.engine.version)  # frees the cache before an update needs the memory
         return groups
 
     def _keep(self, unit: Unit, groups: list[Group]) -> None:

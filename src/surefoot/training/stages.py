@@ -131,10 +131,17 @@ class RlTraining:
     """On-policy steps: collect groups, take credit, update."""
 
     def __init__(
-        self, session: Session, stage: RlStage, row: Algorithm, arm: str, first_task: int, tag: str
+        self,
+        session: Session,
+        stage: RlStage,
+        row: Algorithm,
+        arm: str,
+        first_task: int,
+        first_step: int,
+        tag: str,
     ) -> None:
         self.session, self.stage, self.row, self.arm = session, stage, row, arm
-        self.first_task, self.tag = first_task, tag
+        self.first_task, self.first_step, self.tag = first_task, first_step, tag
         self.steps = stage.steps
 
     def prepare(self) -> None:
@@ -146,8 +153,9 @@ class RlTraining:
         return self.stage.tasks_per_step * self.stage.group_size
 
     def step(self, index: int, learner: Learner) -> StepResult:
-        """One rollout and its updates; the engine then samples from the new version."""
+        """One rollout and its updates. A policy's version is the number of steps that made it."""
         session, stage = self.session, self.stage
+        session.engine.new_version(self.first_step + index)
         unit = Unit(f"{self.arm}-{self.tag}-{index:06d}", self.arm, self.tag, index, "rollout")
         first = self.first_task + index * stage.tasks_per_step
         tasks = session.tasks("train", "base", seed=_TRAIN_SEED, first=first, count=stage.tasks_per_step)
@@ -156,7 +164,6 @@ class RlTraining:
         began, cpu = time.perf_counter(), time.process_time()
         metrics = self._learn(unit, groups, learner, seed)
         session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
-        session.engine.new_version(session.engine.version + 1)
         return StepResult({**self._describe(groups), **metrics})
 
     def _learn(self, unit: Unit, groups: Sequence[Group], learner: Learner, seed: int) -> dict[str, Any]:
