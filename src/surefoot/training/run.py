@@ -34,7 +34,8 @@ from surefoot.training.stages import RlTraining, SftTraining
 
 START = "start"
 _STEP = re.compile(r"step-(\d+)$")
-_KEEP = 2
+_KEEP = 2  # checkpoints of an unfinished arm
+_SAID = 20  # lines about the steps of one stage, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,9 @@ class _Run:
             result = training.step(index, learner)
             line = {"arm": arm, "stage": stage.kind, "stage_number": number, "step": first + index}
             files.append_json(self.run.metrics, {**line, **result.metrics})
-            self.progress.say(_step_line(arm, index, training.steps, result.metrics))
             end = index + 1 == training.steps
+            if end or (index + 1) % max(1, training.steps // _SAID) == 0:
+                self.progress.say(_step_line(arm, index, training.steps, result.metrics))
             if end or (index + 1) % every == 0:
                 self._save(arm, learner, first + index + 1, finished=end and last, optimizer=not end)
 
