@@ -20,7 +20,7 @@ from surefoot.tools.base import Tool, ToolError, make_tool, tool
 
 _MOST_CHARACTERS = 80
 _MOST_VALUE = 10**18
-_GIVEN_TENTHS = 3
+_GIVEN_TENTHS = 5
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _TOKEN = re.compile(r"[0-9]+|//|[+\-*/()]")
 _ANSWER = re.compile(r"Answer: (-?[0-9]+)")
