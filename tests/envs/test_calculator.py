@@ -138,7 +138,7 @@ def test_oracle_succeeds_in_every_variant_and_pays_for_needed_calls_only(seed: i
     calls = 0 if not task.metadata["needs_call"] else 2 if variant == "noisy_tool" else 1
     assert found["exact_answer"] == 1
     assert found["answer_format"] == 1
-    assert found["return"] == pytest.approx(1.1 - 0.2 * calls)
+    assert found["return"] == pytest.approx(1.1 - 0.1 * calls)
 
 
 @pytest.mark.parametrize("variant", sorted(Calculator.variants))
@@ -249,7 +249,7 @@ def test_E12_tool_output_with_gold_answer_scores_zero() -> None:
     attempt = call("calculator", expression=task.metadata["expression"])
     episode = played(task, [attempt, answer("I do not know")])
     assert episode.tool_results[0].content == str(task.reference)
-    assert scores(task, attempt, answer("I do not know"))["return"] == pytest.approx(-0.2)
+    assert scores(task, attempt, answer("I do not know"))["return"] == pytest.approx(-0.1)
 
 
 @pytest.mark.parametrize(
@@ -289,4 +289,4 @@ def test_calls_up_to_the_horizon_end_the_episode_without_an_answer() -> None:
     attempt = call("calculator", expression="1+1")
     episode = played(task, [attempt] * 9)
     assert (len(episode.turns), episode.truncated, episode.answer) == (3, True, None)
-    assert scores(task, *[attempt] * 9)["return"] == pytest.approx(-0.6)
+    assert scores(task, *[attempt] * 9)["return"] == pytest.approx(-0.3)

@@ -20,7 +20,7 @@ from surefoot.tools.base import Tool, ToolError, make_tool, tool
 
 _MOST_CHARACTERS = 80
 _MOST_VALUE = 10**18
-_GIVEN_TENTHS = 5
+_GIVEN_TENTHS = 4
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _TOKEN = re.compile(r"[0-9]+|//|[+\-*/()]")
 _ANSWER = re.compile(r"Answer: (-?[0-9]+)")
@@ -328,7 +328,7 @@ class Calculator(ToolEnvironment):
         "scale": Variant("4-digit times 3-digit, or three factors", "scale"),
         "noisy_tool": Variant("the first call of an episode fails and asks to retry", "tool"),
     }
-    rewards = (exact_answer, answer_format, call_price(0.2))
+    rewards = (exact_answer, answer_format, call_price(0.1))
     success: ClassVar[str] = "exact_answer"
 
     _tries: int = 0
