@@ -142,12 +142,12 @@ def test_oracle_succeeds_in_every_variant_and_pays_for_needed_calls_only(seed: i
 
 
 @pytest.mark.parametrize("variant", sorted(Calculator.variants))
-def test_three_tenths_state_the_result_and_the_others_never_show_it(variant: str) -> None:
+def test_four_tenths_state_the_result_and_the_others_never_show_it(variant: str) -> None:
     tasks = some(variant, limit=400)
     for task in tasks:
         stands = str(task.reference) in re.findall(r"\d+", task.prompt[-1].content)
         assert stands is not task.metadata["needs_call"]
-    assert 0.2 < sum(not task.metadata["needs_call"] for task in tasks) / len(tasks) < 0.4
+    assert 0.3 < sum(not task.metadata["needs_call"] for task in tasks) / len(tasks) < 0.5
 
 
 @pytest.mark.parametrize("variant", sorted(Calculator.variants))

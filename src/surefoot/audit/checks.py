@@ -36,7 +36,7 @@ T = TypeVar("T")
 _NULL_CALL = 0.1
 _NULL_ALL = 0.5
 # A share of fewer tasks, or an overlap sought in fewer, says little.
-_NULL_TASKS = 20
+_NULL_TASKS = 60
 _SPLIT_TASKS = 50
 _CANARY_TEXT = "canary7f3a91c2e6"
 _CANARY_NUMBER = 918273645546372819
@@ -73,7 +73,7 @@ def check_environment(
 ) -> Report:
     """Check the promises that every environment makes, on ``tasks`` train tasks of each variant.
 
-    Null policies get at least 20 tasks, splits are compared on at least 50 for each of three seeds.
+    Null policies get at least 60 tasks, splits are compared on at least 50 for each of three seeds.
     An episode that takes longer than ``seconds`` fails its item. What the environment raises becomes
     a failed item too. Tasks with ``metadata["needs_call"]`` False state their answer: a null policy may
     solve those. Raises ConfigError when ``tasks`` < 1; not callable inside a running event loop.
