@@ -140,7 +140,7 @@ def test_parse_of_encode_action_is_the_action(
     encoded = make().encode_action(action)
     assert encoded.dtype == np.int32
     assert make().parse(encoded, finish, offset=offset) == action
-    assert (encoded[-1:] == make().stop_ids[0]).all() == (finish is STOP)
+    assert (encoded[-1:].tolist() == [make().stop_ids[0]]) == (finish is STOP)
 
 
 @settings(deadline=None, max_examples=40)
