@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--shapes", default="short,agent")
+    parser.add_argument("--layouts", default="whole,parts", help="TRL batch layouts to try")
     parser.add_argument("--trl-python", default="")
     parser.add_argument("--worker", nargs="+")
     given = parser.parse_args()
@@ -229,10 +230,11 @@ def main() -> None:
         run = ours(folder, shape, int(steps)) if side == "ours" else trl(folder, shape, int(steps), side)
         print(json.dumps(run))
         return
-    compare(given.shapes.split(","), given.steps, given.rounds, given.trl_python or bench_python())
+    peer = given.trl_python or bench_python()
+    compare(given.shapes.split(","), given.steps, given.rounds, peer, given.layouts.split(","))
 
 
-def compare(shapes: list[str], steps: int, rounds: int, peer: str) -> None:
+def compare(shapes: list[str], steps: int, rounds: int, peer: str, layouts: list[str]) -> None:
     """Alternate the sides, print and keep the ratios."""
     sys.path.insert(0, str(Path(__file__).parent))
     from common import keep, ratio_interval
@@ -242,8 +244,8 @@ def compare(shapes: list[str], steps: int, rounds: int, peer: str) -> None:
     folder = str(pull("smollm2-135m"))
     result: dict[str, Any] = {"steps": steps, "rounds": rounds, "shapes": {}}
     for shape in shapes:
-        trial = {layout: worker(peer, layout, folder, shape, "1") for layout in ("whole", "parts")}
-        layout = min(trial, key=lambda name: statistics.median(trial[name]["wall"]))
+        trial = {layout: worker(peer, layout, folder, shape, "1") for layout in layouts if len(layouts) > 1}
+        layout = min(trial, key=lambda name: statistics.median(trial[name]["wall"]), default=layouts[0])
         runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
         for turn in range(rounds):
             order = ("ours", "trl") if turn % 2 == 0 else ("trl", "ours")

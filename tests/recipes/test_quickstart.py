@@ -70,16 +70,17 @@ def test_an_unknown_variant_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_from_nothing_to_a_verdict_and_a_report(tmp_path: Path) -> None:
+def test_a_shortened_quickstart_goes_the_whole_way_to_a_verdict_and_a_report(tmp_path: Path) -> None:
+    """Every stage on fewer steps; what the full recipe learns is a result, not a test."""
     from surefoot.cli.main import app
 
     out = tmp_path / "run"
-    result = CliRunner().invoke(app, ["run", "quickstart", "--out", str(out), "--json"])
+    short = ["stage.sft.episodes=160", "stage.sft.epochs=1", "stage.rl.steps=2", "evaluation.tasks=8"]
+    options = [part for item in short for part in ("--set", item)]
+    result = CliRunner().invoke(app, ["run", "quickstart", "--out", str(out), "--json", *options])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    success = {policy: by["base"]["estimate"] for policy, by in record["success"].items()}
-    assert success["initial"] == 0.0
-    assert success["start"] > 0.2
-    assert success["final"] > success["initial"]
+    assert set(record["success"]) == {"initial", "start", "final", "permuted"}
+    assert record["success"]["initial"]["base"]["estimate"] == 0.0
     assert record["verdict"]["weakest_trust"] == "verified"
     assert Path(record["report"]).stat().st_size > 10_000
