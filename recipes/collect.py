@@ -96,9 +96,14 @@ def collect(paths: Sequence[Path]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def show(difference: Sequence[float]) -> str:
+    """An estimate with its interval."""
+    estimate, low, high = difference
+    return f"{estimate:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
 def table(line: dict[str, Any]) -> str:
     """One result as Markdown."""
-    show = lambda d: f"{d[0]:+.3f} [{d[1]:+.3f}, {d[2]:+.3f}]"  # noqa: E731
     seeds = ", ".join(map(str, line["seeds"]))
     out = [
         f"## {line['recipe']} ({line['date']})",

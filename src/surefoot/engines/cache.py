@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surefoot.core.types import Int32
 from surefoot.policy.forward import base_of
+from surefoot.policy.trie import causal_mask
 
 _GROW = 64
 
@@ -232,7 +233,7 @@ class RowAttention:
         singles = [(starts[i], row) for i, row in enumerate(rows) if counts[i] == 1]
         self._decode = _Decode(cache, singles) if singles else None
         self._longer = [
-            (starts[i], counts[i], row, _causal(counts[i], row.known + counts[i]))
+            (starts[i], counts[i], row, causal_mask(counts[i], row.known + counts[i]))
             for i, row in enumerate(rows)
             if counts[i] > 1
         ]
@@ -265,12 +266,6 @@ class RowAttention:
             )
             out[start : start + count] = own[0].transpose(0, 1)
         return out
-
-
-def _causal(queries: int, keys: int) -> Tensor:
-    """Additive float[queries, keys]: the last ``queries`` keys are causal, all earlier ones open."""
-    closed = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    return torch.zeros(queries, keys).masked_fill(closed, float("-inf"))
 
 
 def _closed(open_until: Tensor, reach: int) -> Tensor:

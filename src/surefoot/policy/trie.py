@@ -126,6 +126,12 @@ def build_trie(sequences: Sequence[Int32], *, least: int = 8) -> Trie:
     )
 
 
+def causal_mask(queries: int, keys: int) -> Tensor:
+    """Additive float[queries, keys]: the last ``queries`` keys are causal, all earlier ones open."""
+    closed = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    return torch.zeros(queries, keys).masked_fill(closed, float("-inf"))
+
+
 class TrieAttention:
     """Attention layout of a Trie: a node sees its ancestors whole and itself causally."""
 
@@ -135,11 +141,9 @@ class TrieAttention:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def _mask(self, queries: int, keys: int) -> Tensor:
-        """Additive float[queries, keys]: the last ``queries`` keys are causal, all earlier ones open."""
         known = self._masks.get((queries, keys))
         if known is None:
-            closed = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-            known = torch.zeros(queries, keys).masked_fill(closed, float("-inf"))
+            known = causal_mask(queries, keys)
             self._masks[queries, keys] = known
         return known
 
