@@ -63,7 +63,7 @@ def ours(folder: str, shape: str, steps: int) -> dict[str, Any]:
     from surefoot.policy.forward import install
     from surefoot.policy.models import load
     from surefoot.training.algorithms import algorithm
-    from surefoot.training.stages import RlLoss
+    from surefoot.training.losses import RlLoss
 
     loaded = load(folder)
     install(loaded.model)

@@ -18,7 +18,7 @@ from surefoot.learner.learner import Learner, OptimizerSettings
 from surefoot.policy.forward import install
 from surefoot.policy.scratch import build_scratch
 from surefoot.training.algorithms import algorithm
-from surefoot.training.stages import RlLoss, sft_loss
+from surefoot.training.losses import RlLoss, sft_loss
 
 PROMPT = 14
 

@@ -76,7 +76,10 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(model: Any, lists: l
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(0.7), Sampling(top_k=4), Sampling(1.3, top_p=0.6)], ids=str
 )
-def test_selected_logprobs_match_the_full_softmax_in_value_and_gradient(sampling: Sampling) -> None:
+@pytest.mark.parametrize("entropy_share", [0.0, 0.3])
+def test_selected_logprobs_match_the_full_softmax_in_value_and_gradient(
+    sampling: Sampling, entropy_share: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     head = torch.randn(17, 6, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -84,12 +87,16 @@ def test_selected_logprobs_match_the_full_softmax_in_value_and_gradient(sampling
     targets = full.detach().argmax(-1)
     weights = torch.arange(1.0, 12.0, dtype=torch.float64)
     expected = full[torch.arange(11), targets]
-    want = torch.autograd.grad((expected * weights).sum(), (hidden, head))
+    wanted_entropy = -(full.exp() * full.clamp(min=-1e4)).sum(-1)
+    loss = (expected * weights).sum() + (wanted_entropy * weights.flip(0) * entropy_share).sum()
+    want = torch.autograd.grad(loss, (hidden, head))
     got, entropy = selected_logprobs(hidden, head, targets, sampling, chunk=4)
     torch.testing.assert_close(got, expected)
-    p = full.detach().exp()
-    torch.testing.assert_close(entropy, -(p * full.detach().clamp(min=-1e4)).sum(-1))
-    (got * weights).sum().backward()
+    torch.testing.assert_close(entropy, wanted_entropy)
+    loss = (got * weights).sum()
+    if entropy_share:
+        loss = loss + (entropy * weights.flip(0) * entropy_share).sum()
+    loss.backward()
     assert hidden.grad is not None and head.grad is not None
     torch.testing.assert_close(hidden.grad, want[0])
     torch.testing.assert_close(head.grad, want[1])

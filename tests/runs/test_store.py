@@ -368,13 +368,16 @@ def test_bad_groups_and_labels_are_refused(run: RunDirectory) -> None:
 
 def test_credit_comes_back_exactly(run: RunDirectory) -> None:
     store = TrajectoryStore(run)
-    store.write_credit("u", ["a", "b", "c"], [0.1, None, -0.0], ["", "constant group", ""])
+    turns = [[0.3, -0.1], [], []]
+    store.write_credit("u", ["a", "b", "c"], [0.1, None, -0.0], ["", "constant group", ""], turns)
     rows = store.read_credit("u")
-    assert [(r.trajectory_id, r.advantage, r.used, r.reason) for r in rows] == [
-        ("a", 0.1, True, ""),
-        ("b", None, False, "constant group"),
-        ("c", -0.0, True, ""),
+    assert [(r.trajectory_id, r.advantage, r.used, r.reason, r.turn_advantages) for r in rows] == [
+        ("a", 0.1, True, "", (0.3, -0.1)),
+        ("b", None, False, "constant group", ()),
+        ("c", -0.0, True, "", ()),
     ]
+    with pytest.raises(DataError, match="credit of b is inf"):
+        store.write_credit("u", ["b"], [1.0], [""], [[math.inf]])
     with pytest.raises(DataError, match="credit of b is nan"):
         store.write_credit("u", ["b"], [math.nan], [""])
     with pytest.raises(DataError, match="1 ids, 2 advantages"):

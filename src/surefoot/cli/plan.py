@@ -23,7 +23,7 @@ from surefoot.cli.output import duration, money, new_table, say, show, size
 if TYPE_CHECKING:
     from surefoot.core.types import Task
     from surefoot.envs.base import Environment
-    from surefoot.training.config import RlStage, RunConfig
+    from surefoot.training.config import PreferenceStage, RlStage, RunConfig
 
 # Rough figures, deliberately on the slow side of a recent laptop core.
 GFLOPS_SAMPLING = 25.0  # a core; one token an episode at a time
@@ -106,7 +106,7 @@ def estimate(config: RunConfig, out: Path) -> dict[str, Any]:
         "seed": config.seed,
         "config": config.model_dump(mode="json", exclude_none=True),
         "phases": [{"phase": w.phase, "steps": w.steps, "episodes": w.episodes} for w in work],
-        "arms": ["treatment" if config.reinforcement else "start", *config.arms],
+        "arms": ["treatment" if config.learning else "start", *config.arms],
         "episodes": sum(item.episodes for item in work),
         "model": None if model is None else {"parameters": model.parameters, "basis": model.basis},
         "episode": asdict(shape),
@@ -144,16 +144,17 @@ def _work(config: RunConfig, cls: type[Environment]) -> list[_Work]:
         )
     if config.cold_start:
         work.append(_evaluation(config, "start", held))
-    if config.reinforcement:
+    if config.learning:
         for arm in ("treatment", *config.arms):
-            work += [_rl(arm, stage) for stage in config.reinforcement]
+            work += [_learning(arm, stage) for stage in config.learning]
             final = arm == "treatment"
             work.append(_evaluation(config, "final" if final else arm, held if final else controls))
     return work
 
 
-def _rl(arm: str, stage: RlStage) -> _Work:
-    tasks = stage.tasks_per_step * stage.steps
+def _learning(arm: str, stage: RlStage | PreferenceStage) -> _Work:
+    planned = stage.tasks_per_step * stage.steps if stage.kind == "rl" else stage.tasks
+    tasks = 0 if stage.kind == "preference" and stage.runs else planned
     passes = 0 if arm == "frozen" else 1
     return _Work(f"{arm}: {stage.algorithm}", tasks * stage.group_size, tasks, stage.steps, passes=passes)
 
@@ -326,7 +327,7 @@ def _memory(config: RunConfig, model: _Size, shape: _Shape) -> dict[str, float]:
 
 def _disk(config: RunConfig, model: _Size, episodes: int, shape: _Shape) -> float:
     """Bytes at the fullest: a finished checkpoint of each arm, two unfinished ones, the trajectories."""
-    arms = 2 + len(config.arms) if config.reinforcement else 1
+    arms = 2 + len(config.arms) if config.learning else 1
     weights, full = _FLOAT * model.trained, 3 * _FLOAT * model.trained
     tokens = episodes * (shape.prompt + shape.observed + shape.sampled)
     return arms * weights + _KEPT_CHECKPOINTS * full + tokens * 13

@@ -20,7 +20,8 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from surefoot.core.errors import ConfigError, DataError, nearest
+from surefoot.core.checks import require_finite, require_option, require_positive, shape_of
+from surefoot.core.errors import DataError
 
 Scale = Literal["std", "none", "batch"]
 
@@ -50,7 +51,7 @@ class GroupStats:
 
 def group_statistics(returns: Tensor, group: Tensor, valid: Tensor | None = None) -> GroupStats:
     """Count the groups that are constant, of one valid member, or empty, and the unscored members."""
-    groups = _Groups.of(returns, group, valid)
+    groups = Groups.of(returns, group, valid)
     return GroupStats(
         groups=groups.count.numel(),
         constant=int(((groups.count >= 2) & (groups.low == groups.high)).sum()),
@@ -70,9 +71,9 @@ def group_relative(
     ``scale="batch"``: the Bessel std of all valid returns of the batch in place of the group's.
     Constant groups and groups of one valid member give exactly 0.
     """
-    _option("scale", scale, get_args(Scale))
-    _positive("eps", eps)
-    groups = _Groups.of(returns, group, valid)
+    require_option("scale", scale, get_args(Scale))
+    require_positive("eps", eps)
+    groups = Groups.of(returns, group, valid)
     if scale == "std":
         return groups.standardised(eps)
     if scale == "none":
@@ -95,8 +96,8 @@ def leave_one_out(
     difference stands; every normalised value is limited to +-sqrt(n), the most that the whole group's std
     could give. Constant groups and groups of one valid member give exactly 0.
     """
-    _positive("eps", eps)
-    groups = _Groups.of(returns, group, valid)
+    require_positive("eps", eps)
+    groups = Groups.of(returns, group, valid)
     deviation = groups.deviation()
     n = groups.count[groups.index]
     difference = deviation * n / (n - 1).clamp(min=1)
@@ -118,9 +119,8 @@ def reinforce(
     ``group`` is checked and otherwise unused: all estimators of a group share the call. A constant or lone
     group therefore keeps r - baseline.
     """
-    if not math.isfinite(baseline):
-        raise ConfigError(f"baseline must be a finite number, got {baseline}")
-    groups = _Groups.of(returns, group, valid)
+    require_finite("baseline", baseline)
+    groups = Groups.of(returns, group, valid)
     return torch.where(groups.valid, groups.values - baseline, 0.0)
 
 
@@ -132,9 +132,9 @@ def reinforce_pp(
     ``lengths`` int ``[n]`` holds sampled tokens per trajectory: each trajectory weighs as many times in the
     mean and the Bessel std as it has tokens. A batch without spread gives exactly 0.
     """
-    _positive("eps", eps)
-    values, valid = _scored("returns", returns, valid)
-    return _whiten(values, _token_counts(lengths, values), valid, eps)
+    require_positive("eps", eps)
+    values, valid = scored("returns", returns, valid)
+    return whiten_counted(values, token_counts(lengths, values), valid, eps)
 
 
 def reinforce_pp_baseline(
@@ -145,10 +145,10 @@ def reinforce_pp_baseline(
     Whitening would move constant groups and groups of one valid member off 0 by the token mean of the batch;
     they count in its statistics, as published, but keep exactly 0.
     """
-    _positive("eps", eps)
-    groups = _Groups.of(returns, group, valid)
-    tokens = _token_counts(lengths, groups.values)
-    return _whiten(groups.deviation(), tokens, groups.valid, eps) * groups.live
+    require_positive("eps", eps)
+    groups = Groups.of(returns, group, valid)
+    tokens = token_counts(lengths, groups.values)
+    return whiten_counted(groups.deviation(), tokens, groups.valid, eps) * groups.live
 
 
 def opo(returns: Tensor, group: Tensor, lengths: Tensor, *, valid: Tensor | None = None) -> Tensor:
@@ -157,8 +157,8 @@ def opo(returns: Tensor, group: Tensor, lengths: Tensor, *, valid: Tensor | None
     ``lengths`` int ``[n]``: sampled tokens per trajectory. Constant groups, groups of one valid member and
     groups without a sampled token give exactly 0.
     """
-    groups = _Groups.of(returns, group, valid)
-    tokens = _token_counts(lengths, groups.values) * groups.valid
+    groups = Groups.of(returns, group, valid)
+    tokens = token_counts(lengths, groups.values) * groups.valid
     groups = replace(groups, order=_order(groups.values, tokens))
     total = groups.total(tokens)
     baseline = groups.total(tokens * groups.values) / total.clamp(min=1)
@@ -171,10 +171,8 @@ def remax(returns: Tensor, greedy_returns: Tensor, *, valid: Tensor | None = Non
 
     ``greedy_returns`` float ``[n]`` is given once per trajectory and must be finite where valid.
     """
-    values, members = _scored("returns", returns, valid)
-    if greedy_returns.shape != values.shape:
-        raise DataError(f"greedy_returns must have shape {_shape(values)}, got {_shape(greedy_returns)}")
-    greedy, _ = _scored("greedy_returns", greedy_returns, members)
+    values, members = scored("returns", returns, valid)
+    greedy = scored_like("greedy_returns", greedy_returns, values, members)
     return torch.where(members, values - greedy, 0.0)
 
 
@@ -191,9 +189,9 @@ def pass_at_k(
     ``scale="std"`` divides the lead by the Bessel std of the group plus ``eps``. A tie for the best, a
     constant group and a group of one valid member give exactly 0.
     """
-    _option("scale", scale, ("none", "std"))
-    _positive("eps", eps)
-    groups = _Groups.of(returns, group, valid)
+    require_option("scale", scale, ("none", "std"))
+    require_positive("eps", eps)
+    groups = Groups.of(returns, group, valid)
     top = groups.valid & (groups.values == groups.high[groups.index])
     alone = top & (groups.total(top.double()) == 1)[groups.index] & groups.live
     second = _extreme(groups.values, groups.index, groups.valid & ~top, groups.count, "amax")
@@ -216,14 +214,14 @@ def gdpo(
     ``components`` float ``[n, c]``, ``weights`` ``[c]``. A component that is constant in a group adds exactly
     0 there, so that a component with a wide range cannot drown another.
     """
-    _positive("eps", eps)
+    require_positive("eps", eps)
     if components.ndim != 2 or components.shape[1] == 0:
-        raise DataError(f"components must have shape [n, c] with c >= 1, got {_shape(components)}")
+        raise DataError(f"components must have shape [n, c] with c >= 1, got {shape_of(components)}")
     factors = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
     if factors.shape != components.shape[1:] or not bool(torch.isfinite(factors).all()):
         raise DataError(f"weights must be {components.shape[1]} finite numbers, got {factors.tolist()}")
     columns = [
-        _Groups.of(column, group, valid, field=f"components[:, {i}]")
+        Groups.of(column, group, valid, field=f"components[:, {i}]")
         for i, column in enumerate(components.unbind(1))
     ]
     total = torch.zeros_like(columns[0].values)
@@ -233,16 +231,16 @@ def gdpo(
     return total / (_weighted_moments(total, columns[0].valid.double())[1] + eps)
 
 
-def to_tokens(advantages: Tensor, lengths: Tensor) -> Tensor:
+def to_tokens(advantages: Tensor, lengths: Tensor, *, field: str = "lengths") -> Tensor:
     """Repeat each trajectory's advantage ``[n]`` on its ``lengths`` int ``[n]`` sampled tokens: ``[N]``."""
     if advantages.ndim != 1:
-        raise DataError(f"advantages must have shape [n], got {_shape(advantages)}")
-    _token_counts(lengths, advantages)
+        raise DataError(f"advantages must have shape [n], got {shape_of(advantages)}")
+    token_counts(lengths, advantages, field=field)
     return advantages.repeat_interleave(lengths.long())
 
 
 @dataclass(frozen=True)
-class _Groups:
+class Groups:
     """Members with a dense group index; ``count``, ``low`` and ``high`` are per group, over valid members."""
 
     values: Tensor  # float64[n], 0 where invalid
@@ -254,9 +252,9 @@ class _Groups:
     high: Tensor  # float64[g]
 
     @classmethod
-    def of(cls, returns: Tensor, group: Tensor, valid: Tensor | None, *, field: str = "returns") -> _Groups:
-        values, members = _scored(field, returns, valid)
-        _integers("group", group, values)
+    def of(cls, returns: Tensor, group: Tensor, valid: Tensor | None, *, field: str = "returns") -> Groups:
+        values, members = scored(field, returns, valid)
+        integers("group", group, values)
         ids, index = cast("tuple[Tensor, Tensor]", torch.unique(group, return_inverse=True))
         count = values.new_zeros(ids.numel()).index_add_(0, index, members.double())
         low = _extreme(values, index, members, count, "amin")
@@ -275,10 +273,13 @@ class _Groups:
         """Sum of ``x`` float64[n] over each group, in an order that the batch order does not change."""
         return torch.zeros_like(self.count).index_add_(0, self.index[self.order], x[self.order])
 
+    def mean(self) -> Tensor:
+        """Mean of each group, float64[g]."""
+        return self.total(self.values) / self.count.clamp(min=1)
+
     def deviation(self) -> Tensor:
         """Value minus group mean; exactly 0 unless live."""
-        mean = self.total(self.values) / self.count.clamp(min=1)
-        return torch.where(self.live, self.values - mean[self.index], 0.0)
+        return torch.where(self.live, self.values - self.mean()[self.index], 0.0)
 
     def std(self, deviation: Tensor) -> Tensor:
         """Bessel-corrected standard deviation of each group, from its deviations."""
@@ -307,7 +308,7 @@ def _extreme(
     return start.scatter_reduce_(0, index[members], values[members], kind)
 
 
-def _whiten(x: Tensor, tokens: Tensor, valid: Tensor, eps: float) -> Tensor:
+def whiten_counted(x: Tensor, tokens: Tensor, valid: Tensor, eps: float) -> Tensor:
     """(x - mean) / (std + eps) with each valid member counted once per token; 0 without spread."""
     weights = tokens * valid
     seen = x[weights > 0]
@@ -335,54 +336,59 @@ def _order(*keys: Tensor) -> Tensor:
     return order
 
 
-def _scored(field: str, returns: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``returns`` as float64 with 0 at invalid members, and ``valid`` as a mask."""
+def scored(
+    field: str, returns: Tensor, valid: Tensor | None, *, gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``returns`` as float64 with 0 at invalid members, detached unless ``gradient``; ``valid`` as a mask."""
     if returns.ndim != 1 or not returns.is_floating_point():
-        raise DataError(f"{field} must be a float tensor of shape [n], got {returns.dtype} {_shape(returns)}")
+        got = f"{returns.dtype} {shape_of(returns)}"
+        raise DataError(f"{field} must be a float tensor of shape [n], got {got}")
     if returns.numel() == 0:
-        raise DataError(f"{field} is empty; a batch needs at least one trajectory")
-    members = torch.ones_like(returns, dtype=torch.bool) if valid is None else valid
-    if members.dtype != torch.bool or members.shape != returns.shape:
-        raise DataError(
-            f"valid must be a bool tensor of shape {_shape(returns)}, got {members.dtype} {_shape(members)}"
-        )
-    values = torch.where(members, returns.detach().double(), 0.0)
-    bad = torch.nonzero(~(values.abs() <= _LARGEST_RETURN))
+        raise DataError(f"{field} is empty; a batch needs at least one entry")
+    members = membership(valid, returns)
+    values = torch.where(members, (returns if gradient else returns.detach()).double(), 0.0)
+    bad = torch.nonzero(~(values.detach().abs() <= _LARGEST_RETURN))
     if bad.numel():
         at = int(bad[0, 0])
         raise DataError(
-            f"{field}[{at}] is {float(values[at])}; a valid return must be finite and at most "
+            f"{field}[{at}] is {float(values[at])}; a valid entry must be finite and at most "
             f"{_LARGEST_RETURN:g} in size (mark unscored trajectories in `valid`)"
         )
     return values, members
 
 
-def _integers(field: str, tensor: Tensor, like: Tensor) -> None:
+def scored_like(
+    field: str, x: Tensor, like: Tensor, valid: Tensor | None = None, *, gradient: bool = False
+) -> Tensor:
+    """``x``, which must have the shape of ``like``, as float64 with 0 at invalid entries; see ``scored``."""
+    if x.shape != like.shape:
+        raise DataError(f"{field} must have shape {shape_of(like)}, got {shape_of(x)}")
+    return scored(field, x, valid, gradient=gradient)[0]
+
+
+def membership(valid: Tensor | None, like: Tensor) -> Tensor:
+    """``valid`` checked to be bool with the shape of ``like``; ``None`` means that all are valid."""
+    if valid is None:
+        return torch.ones_like(like, dtype=torch.bool)
+    if valid.dtype != torch.bool or valid.shape != like.shape:
+        got = f"{valid.dtype} {shape_of(valid)}"
+        raise DataError(f"valid must be a bool tensor of shape {shape_of(like)}, got {got}")
+    return valid
+
+
+def integers(field: str, tensor: Tensor, like: Tensor) -> None:
+    """Check that ``tensor`` holds integers and has the shape of ``like``."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise DataError(f"{field} must hold integers, got {tensor.dtype}")
     if tensor.shape != like.shape:
-        raise DataError(f"{field} must have shape {_shape(like)}, got {_shape(tensor)}")
+        raise DataError(f"{field} must have shape {shape_of(like)}, got {shape_of(tensor)}")
 
 
-def _token_counts(lengths: Tensor, like: Tensor) -> Tensor:
+def token_counts(lengths: Tensor, like: Tensor, *, field: str = "lengths") -> Tensor:
     """``lengths`` checked, as float64."""
-    _integers("lengths", lengths, like)
+    integers(field, lengths, like)
     bad = torch.nonzero(lengths < 0)
     if bad.numel():
         at = int(bad[0, 0])
-        raise DataError(f"lengths[{at}] is {int(lengths[at])}; a token count cannot be negative")
+        raise DataError(f"{field}[{at}] is {int(lengths[at])}; a token count cannot be negative")
     return lengths.double()
-
-
-def _option(field: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ConfigError(f"{field} is {value!r}; {nearest(value, valid)}")
-
-
-def _positive(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{field} must be a positive number, got {value}")
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)

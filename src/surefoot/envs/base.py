@@ -17,6 +17,7 @@ from surefoot.core.seeds import derive, digest
 from surefoot.core.types import SPLITS, Action, Finish, Message, Split, Step, Task, ToolCall
 from surefoot.rewards.base import Reward
 from surefoot.tools.base import Tool, run_calls, tools_of
+from surefoot.tools.gate import Gate, GateWatch
 
 Axis = Literal["base", "rule", "surface", "scale", "tool", "horizon"]
 
@@ -90,7 +91,8 @@ class Environment(ABC):
 
     A subclass sets ``name``, ``horizon`` (most turns), ``variants`` ("base" and at least one
     held-out), ``rewards``; it implements ``generate`` (or overrides ``tasks``), ``reset`` and
-    ``step``. Stepping after the end, or before reset, raises EnvironmentFault.
+    ``step``. Stepping after the end, or before reset, raises EnvironmentFault. With a ``gate``, no
+    tool call reaches ``step`` that its rules do not allow; they read :meth:`state`.
     """
 
     name: ClassVar[str] = ""
@@ -99,7 +101,10 @@ class Environment(ABC):
     variants: ClassVar[Mapping[str, Variant]] = {}
     rewards: ClassVar[Sequence[Reward]] = ()
     success: ClassVar[str] = ""
+    gate: ClassVar[Gate | None] = None
     _phase: str = "new"
+    _watch: GateWatch | None = None
+    _judged: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -176,7 +181,7 @@ def _guard_step(function: Callable[..., Awaitable[Step]]) -> Callable[..., Await
         if self._phase != "open":
             when = "before reset" if self._phase in ("new", "resetting") else "after the episode ended"
             raise EnvironmentFault(f"{self.name}: step called {when}")
-        result = await function(self, action)
+        result = await _through_gate(self, action, function)
         if not isinstance(result, Step):  # pyright: ignore[reportUnnecessaryIsInstance]  users' code
             raise EnvironmentFault(
                 f"{self.name}: step returned {type(result).__name__}; it must return a Step"
@@ -186,6 +191,18 @@ def _guard_step(function: Callable[..., Awaitable[Step]]) -> Callable[..., Await
         return result
 
     return step
+
+
+async def _through_gate(env: Any, action: Action, function: Callable[..., Awaitable[Step]]) -> Step:
+    """Take a step, through the gate if there is one; a parent's step, called by its child's, is inside it."""
+    if env.gate is None or env._judged:
+        return await function(env, action)
+    env._watch = env._watch or GateWatch(env.gate)
+    env._judged = True
+    try:
+        return await env._watch.step(action, env.state(), functools.partial(function, env))
+    finally:
+        env._judged = False
 
 
 def call(name: str, **arguments: Any) -> Action:

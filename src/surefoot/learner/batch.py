@@ -6,8 +6,8 @@ micro-batches, padding or packing. Must not know algorithms by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +24,36 @@ Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
 
 
+def _no_columns() -> Mapping[str, Float64]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """One trajectory to learn from.
 
     segments: (int32[N] tokens, bool[N] trained) pairs. behaviour: float32[M] log-probs reported by
     the sampler for the M trained tokens over all segments, in order (zeros for supervised data).
-    advantages: float64[M]. turns: int64[K], how many of the M tokens belong to each turn.
+    advantages: float64[M]. turns: int64[K], how many of the M tokens belong to each turn. columns:
+    further inputs of the loss by name, float64[M] each; all examples of an update have the same ones.
     """
 
     segments: tuple[tuple[Int32, Bool], ...]
     behaviour: Float32
     advantages: Float64
     turns: npt.NDArray[np.int64]
+    columns: Mapping[str, Float64] = field(default_factory=_no_columns)
 
     def __post_init__(self) -> None:
         trained = sum(int(mask.sum()) for _, mask in self.segments)
-        for name in ("behaviour", "advantages"):
-            if len(getattr(self, name)) != trained:
-                raise DataError(f"Example.{name} has {len(getattr(self, name))} entries for {trained} tokens")
+        per_token = {"behaviour": self.behaviour, "advantages": self.advantages, **self.columns}
+        for name, values in per_token.items():
+            if len(values) != trained:
+                raise DataError(f"Example.{name} has {len(values)} entries for {trained} tokens")
+            if not np.isfinite(values).all():
+                raise DataError(f"Example.{name} holds a value that is not finite")
         if int(self.turns.sum()) != trained:
             raise DataError(f"Example.turns add up to {int(self.turns.sum())} of {trained} trained tokens")
-        if not np.isfinite(self.behaviour).all() or not np.isfinite(self.advantages).all():
-            raise DataError("Example: behaviour and advantages must be finite")
         if any(len(mask) and mask[0] for _, mask in self.segments):
             raise DataError("Example.segments: a segment's first token has no context and cannot be trained")
 
@@ -60,8 +67,9 @@ class Example:
 class TokenBatch:
     """The flat view a loss works on: M trained tokens of one micro-batch, trajectories kept whole.
 
-    logp: float32[M] with gradient; behaviour, entropy: float32[M]; advantages, weights: float64[M];
-    sequence: int64[M] trajectory number inside the micro-batch.
+    logp, entropy: float32[M] with gradient; behaviour: float32[M]; advantages, weights: float64[M];
+    sequence: int64[M] trajectory number inside the micro-batch; columns: float64[M] each, as given;
+    values: float32[M] with gradient, what a value head says before each token (None without one).
     """
 
     logp: Tensor
@@ -70,6 +78,8 @@ class TokenBatch:
     weights: Tensor
     sequence: Tensor
     entropy: Tensor
+    columns: Mapping[str, Tensor]
+    values: Tensor | None = None
 
 
 def global_weights(examples: Sequence[Example], aggregate: Aggregate, constant: int | None) -> list[Float64]:

@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -24,28 +25,55 @@ from surefoot.learner.learner import Learner
 from surefoot.policy.forward import base_of
 
 _WEIGHTS, _OPTIMIZER, _STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+_VALUE_HEAD = "value_head.safetensors"
 _SCHEMA = 1
+_ADAPTER = ".lora_"
+
+# What learns or is kept beside the policy, by name: a reward model that learns, a frozen reference.
+Companions = Mapping[str, "Learner | nn.Module"]
+_NO_COMPANIONS: Companions = MappingProxyType({})
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters to store: the trainable ones where only adapters train, else each one once."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    every = dict(model.named_parameters())
+    """Parameters to store: the adapters' where there are any, else each one once."""
+    every = {name: p.detach() for name, p in model.named_parameters()}
     adapters = base_of(model) is not model
-    return {name: p.detach() for name, p in (trainable if adapters else every).items()}
+    return {name: p for name, p in every.items() if not adapters or _ADAPTER in name}
 
 
-def save(path: Path, learner: Learner, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
-    """Write a checkpoint folder. Raises StorageError on a full disk; nothing older is touched."""
+def save(
+    path: Path,
+    learner: Learner,
+    state: Mapping[str, Any],
+    *,
+    optimizer: bool = True,
+    companions: Companions = _NO_COMPANIONS,
+) -> None:
+    """Write a checkpoint folder. Raises StorageError on a full disk; nothing older is touched.
+
+    Without ``optimizer`` only the policy's weights are kept: what evaluation needs.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(named_weights(learner.model), str(temporary / _WEIGHTS))
         if optimizer:
-            save_file(_optimizer_tensors(learner), str(temporary / _OPTIMIZER))
+            _save_progress(temporary, "", learner)
+            for name, companion in companions.items():
+                model = companion.model if isinstance(companion, Learner) else companion
+                save_file(named_weights(model), str(temporary / f"{name}.{_WEIGHTS}"))
+                if isinstance(companion, Learner):
+                    _save_progress(temporary, f"{name}.", companion)
+        updates = {name: item.updates for name, item in companions.items() if isinstance(item, Learner)}
         files = {item.name: _checksum(item) for item in sorted(temporary.iterdir())}
-        record = {"schema": _SCHEMA, "updates": learner.updates, "files": files, "state": dict(state)}
+        record = {
+            "schema": _SCHEMA,
+            "updates": learner.updates,
+            "companion_updates": updates,
+            "files": files,
+            "state": dict(state),
+        }
         (temporary / _STATE).write_text(json.dumps(record, indent=1))
         for item in temporary.iterdir():
             _sync(item)
@@ -59,22 +87,49 @@ def save(path: Path, learner: Learner, state: Mapping[str, Any], *, optimizer: b
         ) from error
 
 
-def load(path: Path, learner: Learner, *, optimizer: bool = True) -> dict[str, Any]:
-    """Restore weights (and optimiser) in place; returns the saved state.
+def _save_progress(folder: Path, prefix: str, learner: Learner) -> None:
+    """The optimiser's state, and the value head, which is nothing without it."""
+    save_file(_optimizer_tensors(learner), str(folder / f"{prefix}{_OPTIMIZER}"))
+    if learner.value_head is not None:
+        save_file(named_weights(learner.value_head), str(folder / f"{prefix}{_VALUE_HEAD}"))
 
-    Raises StorageError naming the file that is missing, cut or changed.
+
+def load(
+    path: Path, learner: Learner, *, optimizer: bool = True, companions: Companions = _NO_COMPANIONS
+) -> dict[str, Any]:
+    """Restore weights (and with ``optimizer`` everything that learns beside them) in place.
+
+    Returns the saved state. Raises StorageError naming the file that is missing, cut or changed.
     """
     record = read_state(path)
     load_weights(path, learner.model, record)
     if optimizer:
-        _restore_optimizer(learner, _read(path, _OPTIMIZER, record))
-        learner.updates = int(record["updates"])
+        _restore_progress(path, "", learner, int(record["updates"]), record)
+        for name, companion in companions.items():
+            model = companion.model if isinstance(companion, Learner) else companion
+            _copy_weights(path, f"{name}.{_WEIGHTS}", model, record)
+            if isinstance(companion, Learner):
+                updates = int(record["companion_updates"][name])
+                _restore_progress(path, f"{name}.", companion, updates, record)
     return cast("dict[str, Any]", record["state"])
+
+
+def _restore_progress(
+    path: Path, prefix: str, learner: Learner, updates: int, record: Mapping[str, Any]
+) -> None:
+    _restore_optimizer(learner, _read(path, f"{prefix}{_OPTIMIZER}", record))
+    if learner.value_head is not None:
+        _copy_weights(path, f"{prefix}{_VALUE_HEAD}", learner.value_head, record)
+    learner.updates = updates
 
 
 def load_weights(path: Path, model: nn.Module, record: Mapping[str, Any] | None = None) -> None:
     """Copy a checkpoint's weights into ``model``. Raises StorageError when the names do not fit."""
-    stored = _read(path, _WEIGHTS, record or read_state(path))
+    _copy_weights(path, _WEIGHTS, model, record or read_state(path))
+
+
+def _copy_weights(path: Path, file: str, model: nn.Module, record: Mapping[str, Any]) -> None:
+    stored = _read(path, file, record)
     own = named_weights(model)
     if stored.keys() != own.keys():
         odd = sorted(stored.keys() ^ own.keys())[0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surefoot.core.errors import ConfigError
 from surefoot.core.types import Sampling
-from surefoot.learner.batch import Example, TokenBatch, global_weights, split_micro_batches
+from surefoot.learner.batch import Example, Float64, TokenBatch, global_weights, split_micro_batches
 from surefoot.objectives.policy_gradient import Aggregate
 from surefoot.policy.forward import head_of, hidden_states, selected_logprobs
 from surefoot.policy.trie import TrieAttention, build_trie
@@ -67,11 +67,104 @@ class UpdateReport:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """What a model says of M trained tokens: logp, entropy float32[M]; values float32[M], or None without a
+    value head; packed: how many tokens were computed.
+    """
+
+    logp: Tensor
+    entropy: Tensor
+    values: Tensor | None
+    packed: int
+
+
+def score_tokens(
+    model: nn.Module,
+    examples: Sequence[Example],
+    sampling: Sampling,
+    *,
+    chunk: int = 128,
+    value_head: nn.Linear | None = None,
+) -> TokenScores:
+    """One packed pass over the examples: their trained tokens in order, under ``sampling``.
+
+    The value of a token is read from the state before it: what the policy knew when it sampled it.
+    """
+    pairs = [pair for example in examples for pair in example.segments]
+    trie = build_trie([tokens for tokens, _ in pairs])
+    wanted = np.concatenate([p[mask] for p, (_, mask) in zip(trie.places, pairs, strict=True)])
+    unique, back = np.unique(wanted, return_inverse=True)
+    tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
+    hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
+    rows = hidden.index_select(0, torch.from_numpy(trie.before[unique]))
+    targets, index = tokens[torch.from_numpy(unique)], torch.from_numpy(back)
+    logp, entropy = selected_logprobs(rows, head_of(model), targets, sampling, chunk=chunk)
+    # The critic reads the trunk and does not bend it: regression must not cost the policy.
+    values = None if value_head is None else value_head(rows.detach())[:, 0].index_select(0, index)
+    return TokenScores(logp.index_select(0, index), entropy.index_select(0, index), values, len(trie))
+
+
+def frozen_scores(
+    model: nn.Module,
+    examples: Sequence[Example],
+    sampling: Sampling,
+    *,
+    tokens_per_batch: int,
+    chunk: int = 128,
+    value_head: nn.Linear | None = None,
+) -> tuple[list[Float64], list[Float64]]:
+    """Log-probs and values (empty without a head) of each example's trained tokens, without gradient."""
+    logps: list[Float64] = [np.zeros(0)] * len(examples)
+    values: list[Float64] = [np.zeros(0)] * len(examples)
+    with torch.no_grad():
+        for rows in split_micro_batches(examples, tokens_per_batch):
+            part = [examples[i] for i in rows]
+            scores = score_tokens(model, part, sampling, chunk=chunk, value_head=value_head)
+            ends = np.cumsum([example.trained for example in part])[:-1]
+            for into, tensor in ((logps, scores.logp), (values, scores.values)):
+                if tensor is not None:
+                    for i, own in zip(rows, np.split(tensor.double().numpy(), ends), strict=True):
+                        into[i] = own
+    return logps, values
+
+
+def turn_states(
+    model: nn.Module, examples: Sequence[Example], *, tokens_per_batch: int
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states before the first token of each turn and at its last one: float32[K, d] each.
+
+    K counts the turns of all examples in order; a turn without tokens gets zeros.
+    """
+    before: list[Tensor] = [torch.zeros(0)] * len(examples)
+    after: list[Tensor] = [torch.zeros(0)] * len(examples)
+    with torch.no_grad():
+        for rows in split_micro_batches(examples, tokens_per_batch):
+            pairs = [(i, pair) for i in rows for pair in examples[i].segments]
+            trie = build_trie([tokens for _, (tokens, _) in pairs])
+            tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
+            hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
+            for i in rows:
+                own = zip(trie.places, pairs, strict=True)
+                place = np.concatenate([p[mask] for p, (j, (_, mask)) in own if j == i])
+                ends = np.cumsum(examples[i].turns)
+                starts, spoken = ends - examples[i].turns, examples[i].turns > 0
+                for into, index in (
+                    (before, trie.before[place[starts[spoken]]]),
+                    (after, place[ends[spoken] - 1]),
+                ):
+                    states = hidden.new_zeros(len(ends), hidden.shape[1])
+                    states[torch.from_numpy(spoken)] = hidden[torch.from_numpy(index)]
+                    into[i] = states
+    return torch.cat(before), torch.cat(after)
+
+
 class Learner:
     """Owns the trainable parameters and their optimiser.
 
     ``tokens_per_batch`` bounds packed tokens in memory at once; ``chunk`` the rows whose vocabulary
-    logits exist at once. Peak memory does not depend on the batch or on tokens x vocabulary.
+    logits exist at once. Peak memory does not depend on the batch or on tokens x vocabulary. A
+    ``value_head`` (linear, one output) learns with the model, at ``value_lr``.
     """
 
     def __init__(
@@ -83,8 +176,11 @@ class Learner:
         tokens_per_batch: int = 512,
         chunk: int = 128,
         checkpoint_activations: bool = False,
+        value_head: nn.Linear | None = None,
+        value_lr: float = 1e-4,
     ) -> None:
         self.model = model
+        self.value_head = value_head
         self.settings = settings
         self.total_updates = total_updates
         self.tokens_per_batch = tokens_per_batch
@@ -97,8 +193,13 @@ class Learner:
             cast("Any", model).gradient_checkpointing_enable({"use_reentrant": False})
         self._train_mode = checkpoint_activations
         _steady_heap()
+        groups: list[dict[str, Any]] = [{"params": list(self.parameters), "peak": settings.lr}]
+        self._critic: list[nn.Parameter] = [] if value_head is None else list(value_head.parameters())
+        if self._critic:
+            self.parameters = [*self.parameters, *self._critic]
+            groups.append({"params": list(self._critic), "peak": value_lr})
         self.optimizer = torch.optim.AdamW(
-            self.parameters,
+            groups,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -106,26 +207,18 @@ class Learner:
             fused=True,
         )
 
-    def logprobs(
-        self, examples: Sequence[Example], sampling: Sampling, *, gradient: bool
-    ) -> tuple[Tensor, Tensor, int]:
-        """Log-probs and entropies of the examples' trained tokens under ``sampling``.
-
-        Returns (float32[M], float32[M], packed tokens computed), M over all examples in order.
-        """
-        pairs = [pair for example in examples for pair in example.segments]
-        trie = build_trie([tokens for tokens, _ in pairs])
-        wanted = np.concatenate([p[mask] for p, (_, mask) in zip(trie.places, pairs, strict=True)])
-        unique, back = np.unique(wanted, return_inverse=True)
-        tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
-        with torch.set_grad_enabled(gradient):
-            hidden = hidden_states(self.model, tokens, positions, TrieAttention(trie))
-            rows = hidden.index_select(0, torch.from_numpy(trie.before[unique]))
-            logp, entropy = selected_logprobs(
-                rows, head_of(self.model), tokens[torch.from_numpy(unique)], sampling, chunk=self.chunk
-            )
-            index = torch.from_numpy(back)
-            return logp.index_select(0, index), entropy.index_select(0, index), len(trie)
+    def frozen_scores(
+        self, examples: Sequence[Example], sampling: Sampling
+    ) -> tuple[list[Float64], list[Float64]]:
+        """Log-probs and values of each example under the weights as they are; see :func:`frozen_scores`."""
+        return frozen_scores(
+            self.model,
+            examples,
+            sampling,
+            tokens_per_batch=self.tokens_per_batch,
+            chunk=self.chunk,
+            value_head=self.value_head,
+        )
 
     def update(
         self,
@@ -168,30 +261,41 @@ class Learner:
         sampling: Sampling,
         totals: dict[str, float],
     ) -> int:
-        logp, entropy, packed = self.logprobs(examples, sampling, gradient=True)
+        scores = score_tokens(self.model, examples, sampling, chunk=self.chunk, value_head=self.value_head)
         counts = torch.tensor([example.trained for example in examples])
         batch = TokenBatch(
-            logp,
+            scores.logp,
             torch.from_numpy(np.concatenate([e.behaviour for e in examples])),
             torch.from_numpy(np.concatenate([e.advantages for e in examples])),
             torch.from_numpy(np.concatenate(weights)),
             torch.repeat_interleave(torch.arange(len(examples)), counts),
-            entropy,
+            scores.entropy,
+            {
+                name: torch.from_numpy(np.concatenate([e.columns[name] for e in examples]))
+                for name in examples[0].columns
+            },
+            scores.values,
         )
         value, sums = loss(batch)
         cast("Any", value).backward()
         for name, total in {"loss": value, **sums}.items():
             totals[name] = totals.get(name, 0.0) + float(total.detach())
-        return packed
+        return scores.packed
 
     def _step(
         self, totals: dict[str, float], lr: float, trained: int, packed: int, batches: int
     ) -> UpdateReport:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_norm))
+        # Each is clipped by its own norm, so that a critic far off does not shrink the policy's step.
+        policy = self.parameters[: len(self.parameters) - len(self._critic)]
+        norm = float(torch.nn.utils.clip_grad_norm_(policy, self.settings.clip_norm))
+        if self._critic:
+            critic = float(torch.nn.utils.clip_grad_norm_(self._critic, self.settings.clip_norm))
+            norm = norm if math.isfinite(critic) else critic
         stepped, reason = math.isfinite(norm), ""
         if stepped:
+            factor = self.settings.factor(self.updates, self.total_updates)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = group["peak"] * factor
             self.optimizer.step()
             self.updates += 1
         else:

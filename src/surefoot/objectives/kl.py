@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from surefoot.core.errors import ConfigError, nearest
+from surefoot.core.checks import require_option
 from surefoot.objectives.policy_gradient import LOG_RATIO_LIMIT, token_tensor
 
 KlKind = Literal["k1", "k2", "k3", "k3_k2grad"]
@@ -28,8 +28,7 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: KlKind = "k3") -> Tensor:
     k3 limits x to +-20, beyond which its value is constant and its gradient zero. Raises ``DataError`` for a
     wrong shape, dtype or a non-finite value and ``ConfigError`` for an unknown kind.
     """
-    if kind not in get_args(KlKind):
-        raise ConfigError(f"kind is {kind!r}; {nearest(kind, get_args(KlKind))}")
+    require_option("kind", kind, get_args(KlKind))
     x = token_tensor("logp", logp) - token_tensor("logp_ref", logp_ref, like=logp).detach()
     if kind == "k1":
         return x

@@ -16,7 +16,8 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from surefoot.core.errors import ConfigError, DataError, nearest
+from surefoot.core.checks import require_option, require_positive, shape_of
+from surefoot.core.errors import ConfigError, DataError
 
 Aggregate = Literal["token_mean", "sequence_mean", "turn_mean", "constant"]
 Ratio = Literal["token", "sequence", "geometric"]
@@ -47,9 +48,9 @@ class Clip:
             "dppo": ("delta",),
             "none": (),
         }
-        _option("clip.kind", self.kind, get_args(ClipKind))
+        require_option("clip.kind", self.kind, get_args(ClipKind))
         for name in needed[self.kind]:
-            _positive(f"clip.{name}", getattr(self, name))
+            require_positive(f"clip.{name}", getattr(self, name))
         if self.dual is not None and not (self.kind == "ppo" and math.isfinite(self.dual) and self.dual > 1):
             raise ConfigError(f"clip.dual must be a number above 1 on a ppo clip, got {self.dual}")
 
@@ -122,7 +123,7 @@ def token_weights(
       ``[K]`` lists the turns of all trajectories one after the other (M-GRPO, arXiv 2505.16421).
     * ``constant``: 1 / (valid trajectories ``constant``), e.g. the longest allowed answer (Dr.GRPO).
     """
-    _option("aggregate", aggregate, get_args(Aggregate))
+    require_option("aggregate", aggregate, get_args(Aggregate))
     if (constant is not None) != (aggregate == "constant"):
         raise ConfigError(f"constant goes with aggregate='constant' only; got {constant} with {aggregate!r}")
     if (turn_lengths is not None) != (aggregate == "turn_mean"):
@@ -133,7 +134,7 @@ def token_weights(
     if aggregate == "token_mean":
         per_trajectory = members / sizes.sum().clamp(min=1)
     elif constant is not None:
-        _positive("constant", constant)
+        require_positive("constant", constant)
         per_trajectory = members / (members.sum().clamp(min=1) * constant)
     else:
         per_trajectory = members / (sizes > 0).sum().clamp(min=1)
@@ -204,7 +205,7 @@ def truncated_importance(
     w = exp(logp_old - logp_behaviour), trainer over sampler, both for the same weights or a known staleness.
     ``level``: per ``token``, or one for a whole ``sequence``: the product or the ``geometric`` mean of its w.
     """
-    _positive("cap", cap)
+    require_positive("cap", cap)
     return _importance(logp_old, logp_behaviour, level, sequence).clamp(max=cap)
 
 
@@ -237,8 +238,8 @@ def decoupled(
     Pass it as ``correction`` with ``logp_old = logp_proximal``, the trainer's log-probabilities at the start
     of the step. Weights over ``cap`` are capped, or their tokens dropped.
     """
-    _option("above", above, ("cap", "drop"))
-    _positive("cap", cap)
+    require_option("above", above, ("cap", "drop"))
+    require_positive("cap", cap)
     weight = _importance(logp_proximal, logp_behaviour, "token", None, field="logp_proximal")
     return weight.clamp(max=cap) if above == "cap" else torch.where(weight <= cap, weight, 0.0)
 
@@ -251,7 +252,7 @@ def offpolicy_sequence_mask(
     A trajectory is dropped if its mean advantage is below 0 and mean_t(logp_old - logp) > ``delta``
     (DeepSeek-V3.2), with ``logp_old`` the sampler's.
     """
-    _positive("delta", delta)
+    require_positive("delta", delta)
     new = token_tensor("logp", logp).detach()
     old = token_tensor("logp_old", logp_old, like=logp).detach()
     advantage = token_tensor("advantages", advantages, like=logp).detach()
@@ -263,9 +264,9 @@ def offpolicy_sequence_mask(
 def token_tensor(field: str, tensor: Tensor, *, like: Tensor | None = None) -> Tensor:
     """``tensor`` as float64 ``[N]``, after a check of dtype, shape (that of ``like``) and finiteness."""
     if tensor.ndim != 1 or not tensor.is_floating_point():
-        raise DataError(f"{field} must be a float tensor of shape [N], got {tensor.dtype} {_shape(tensor)}")
+        raise DataError(f"{field} must be a float tensor of shape [N], got {tensor.dtype} {shape_of(tensor)}")
     if like is not None and tensor.shape != like.shape:
-        raise DataError(f"{field} must have shape {_shape(like)}, got {_shape(tensor)}")
+        raise DataError(f"{field} must have shape {shape_of(like)}, got {shape_of(tensor)}")
     bad = torch.nonzero(~torch.isfinite(tensor.detach()))
     if bad.numel():
         at = int(bad[0, 0])
@@ -314,7 +315,7 @@ def _sequences(x: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
     """Dense sequence index int64 [N] and tokens per sequence float64."""
     if sequence.dtype == torch.bool or sequence.is_floating_point() or sequence.shape != x.shape:
         raise DataError(
-            f"sequence must hold integers of shape {_shape(x)}, got {sequence.dtype} {_shape(sequence)}"
+            f"sequence must hold integers of shape {shape_of(x)}, got {sequence.dtype} {shape_of(sequence)}"
         )
     ids, index = cast("tuple[Tensor, Tensor]", torch.unique(sequence, return_inverse=True))
     count = x.new_zeros(ids.numel()).index_add_(0, index, torch.ones_like(x.detach()))
@@ -324,7 +325,7 @@ def _sequences(x: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
 def _importance(
     logp_old: Tensor, logp_behaviour: Tensor, level: Level, sequence: Tensor | None, field: str = "logp_old"
 ) -> Tensor:
-    _option("level", level, get_args(Level))
+    require_option("level", level, get_args(Level))
     if (sequence is None) != (level == "token"):
         raise ConfigError(f"sequence is needed by level 'sequence' and 'geometric' only; level is {level!r}")
     old = token_tensor(field, logp_old).detach()
@@ -357,7 +358,7 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def _check_pair(ratio: Ratio, clip: Clip, sequence: Tensor | None) -> None:
-    _option("ratio", ratio, get_args(Ratio))
+    require_option("ratio", ratio, get_args(Ratio))
     if ratio != "token" and sequence is None:
         raise ConfigError(f"ratio={ratio!r} needs sequence, the trajectory of each token")
     if ratio == "geometric" and (clip.kind not in ("ppo", "none") or clip.dual is not None):
@@ -368,7 +369,7 @@ def _check_pair(ratio: Ratio, clip: Clip, sequence: Tensor | None) -> None:
 
 def _counts(field: str, tensor: Tensor) -> None:
     if tensor.ndim != 1 or tensor.dtype == torch.bool or tensor.is_floating_point():
-        raise DataError(f"{field} must be an integer tensor [n], got {tensor.dtype} {_shape(tensor)}")
+        raise DataError(f"{field} must be an integer tensor [n], got {tensor.dtype} {shape_of(tensor)}")
     if tensor.numel() == 0:
         raise DataError(f"{field} is empty; a batch needs at least one trajectory")
     if bool((tensor < 0).any()):
@@ -380,20 +381,6 @@ def _members(valid: Tensor | None, lengths: Tensor) -> Tensor:
         return torch.ones_like(lengths, dtype=torch.bool)
     if valid.dtype != torch.bool or valid.shape != lengths.shape:
         raise DataError(
-            f"valid must be a bool tensor of shape {_shape(lengths)}, got {valid.dtype} {_shape(valid)}"
+            f"valid must be a bool tensor of shape {shape_of(lengths)}, got {valid.dtype} {shape_of(valid)}"
         )
     return valid
-
-
-def _option(field: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ConfigError(f"{field} is {value!r}; {nearest(value, valid)}")
-
-
-def _positive(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{field} must be a positive number, got {value}")
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)

@@ -19,6 +19,8 @@ from surefoot.core.types import Sampling
 _NAME = "surefoot"
 # MLPs known to compute down(act(gate(x)) * up(x)) and nothing else.
 _SILU_MLP = re.compile(r"^(Llama|Qwen2|Qwen3|Mistral|SmolLM3|Olmo|Olmo2)MLP$")
+# Norms known to compute weight * x / sqrt(mean(x^2) + eps) and nothing else.
+_RMS_NORM = re.compile(r"^(Llama|Qwen2|Qwen3|Mistral|SmolLM3)RMSNorm$")
 
 
 class AttentionLayout(Protocol):
@@ -46,6 +48,8 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         if _is_gated_mlp(module):
             module.forward = functools.partial(_gated_mlp, module)
+        elif _RMS_NORM.match(type(module).__name__) is not None:
+            module.forward = functools.partial(_rms_norm, module)
 
 
 class _GatedDown(torch.autograd.Function):
@@ -81,6 +85,33 @@ def _is_gated_mlp(module: Any) -> bool:
 
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     return cast("Tensor", _GatedDown.apply(module.gate_proj(x), module.up_proj(x), module.down_proj.weight))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """weight * x / sqrt(mean(x^2) + eps), keeping only x for the backward pass (arXiv 1910.07467)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None]:
+        grad = cast("Tensor", grads[0])
+        x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        normed = x * scale
+        grad_weight = (grad * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        grad_x = grad * weight
+        along = (grad_x * normed).mean(-1, keepdim=True)
+        return grad_x.sub_(normed.mul_(along)).mul_(scale), grad_weight, None
+
+
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    # Half-precision norms compute in float32 and round at a place of their own; theirs stays.
+    if x.dtype != torch.float32:
+        return cast("Tensor", type(module).forward(module, x))
+    return cast("Tensor", _RmsNorm.apply(x, module.weight, module.variance_epsilon))
 
 
 class _Embed(torch.autograd.Function):
@@ -166,24 +197,38 @@ class _SelectedLogprobs(torch.autograd.Function):
             logp = torch.log_softmax(restrict(hidden[rows] @ head.T, sampling), dim=-1)
             out[rows] = logp.gather(1, targets[rows, None])[:, 0]
             entropy[rows] = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return out, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        grad = cast("Tensor", grads[0])
         hidden, targets = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        grad, grad_entropy = cast("tuple[Tensor | None, Tensor | None]", grads)
+        grad = hidden.new_zeros(len(targets)) if grad is None else grad
         head, scale = cast("Tensor", ctx.head), 1.0 / (ctx.sampling.temperature or 1.0)
         grad_hidden = torch.empty_like(hidden)
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            p = torch.softmax(restrict(hidden[rows] @ head.T, ctx.sampling), dim=-1).neg_()
-            p[torch.arange(len(p)), targets[rows]] += 1.0
-            p *= grad[rows, None] * scale
-            torch.mm(p, head, out=grad_hidden[rows])
+            logits = restrict(hidden[rows] @ head.T, ctx.sampling)
+            weight = None if grad_entropy is None else grad_entropy[rows, None] * scale
+            part = _grad_logits(logits, targets[rows], grad[rows, None] * scale, weight)
+            torch.mm(part, head, out=grad_hidden[rows])
             if head.requires_grad:
-                _grad_of(head).addmm_(p.T, hidden[rows])
+                _grad_of(head).addmm_(part.T, hidden[rows])
         return grad_hidden, None, None, None, None
+
+
+def _grad_logits(logits: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
+    """d (g log p(target) + e H) / d logits = g (1[target] - p) - e p (log p + H), g and e the gradients."""
+    if grad_entropy is None:
+        part = torch.softmax(logits, dim=-1).mul_(-grad)
+    else:
+        logp = torch.log_softmax(logits, dim=-1).clamp_(min=-1e4)
+        p = logp.exp()
+        entropy = -(p * logp).sum(-1, keepdim=True)
+        part = p.mul_(logp.add_(entropy).mul_(-grad_entropy).sub_(grad))
+    part[torch.arange(len(part)), targets] += grad[:, 0]
+    return part
 
 
 def selected_logprobs(
@@ -191,7 +236,7 @@ def selected_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy under the sampled distribution; peak memory is chunk x V.
 
-    hidden: float[R, d], head: float[V, d], targets: int64[R] -> (float[R] with gradient, float[R] without).
+    hidden: float[R, d], head: float[V, d], targets: int64[R] -> (float[R], float[R]), both with gradient.
     A target outside a top-k/top-p support gets -inf.
     """
     return cast(

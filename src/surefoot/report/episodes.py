@@ -224,11 +224,14 @@ class Packer:
                 "cached tokens": cost.cached_tokens,
             },
             "scores": [_score(score) for score in trajectory.scores[:20]],
-            "blocks": self._blocks(task, trajectory),
+            "blocks": self._blocks(task, trajectory, trained.turn_advantages if trained else ()),
         }
 
-    def _blocks(self, task: Task, trajectory: Trajectory) -> list[Record]:
-        """The episode in order: what the policy was shown, what it did, turn by turn."""
+    def _blocks(self, task: Task, trajectory: Trajectory, advantages: Sequence[float] = ()) -> list[Record]:
+        """The episode in order: what the policy was shown, what it did, turn by turn.
+
+        ``advantages`` by turn are shown where credit differs between turns.
+        """
         blocks: list[Record] = []
         cap = min(MAX_EPISODE_TOKENS, self._left)
         current, begin = -1, 0
@@ -240,9 +243,10 @@ class Packer:
             title, messages = _context(task, trajectory.turns, turn.index, fresh=begin == 0)
             cap = self._add(blocks, "context", title, segment, texts, begin, turn.start, cap, messages)
             spoken = [Message("assistant", turn.action.text)]
-            cap = self._add(
-                blocks, "agent", f"Turn {turn.index + 1}", segment, texts, turn.start, turn.stop, cap, spoken
-            )
+            title = f"Turn {turn.index + 1}"
+            if turn.index < len(advantages):
+                title += f", advantage {advantages[turn.index]:+.3f}"
+            cap = self._add(blocks, "agent", title, segment, texts, turn.start, turn.stop, cap, spoken)
             blocks[-1].update(_action(turn))
             begin = turn.stop
         if not trajectory.turns and trajectory.segments:

@@ -22,6 +22,7 @@ Record = dict[str, Any]
 BASE = "base"
 TREATMENT = "treatment"
 _POLICIES = ("initial", "start", "final")
+_LEARNING = ("rl", "preference")
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Facts:
 
     @property
     def arms(self) -> list[str]:
-        """Arms with reinforcement steps: the treatment first, then controls in the order of the settings."""
-        found = dict.fromkeys(line["arm"] for line in self.metrics if line.get("stage") == "rl")
+        """Arms with steps after the cold start: the treatment first, then controls in their order."""
+        found = dict.fromkeys(line["arm"] for line in self.metrics if line.get("stage") in _LEARNING)
         return in_order(found, (TREATMENT, *self.controls))
 
     @property
@@ -80,12 +81,12 @@ class Facts:
 
     @property
     def rl_stages(self) -> list[Record]:
-        """The stages of reinforcement learning, as ``stage_number`` of the metrics counts them."""
-        return [stage for stage in self.stages if stage.get("kind") == "rl"]
+        """The stages after the cold start, as ``stage_number`` of the metrics counts them."""
+        return [stage for stage in self.stages if stage.get("kind") in _LEARNING]
 
-    def steps(self, arm: str, stage: str = "rl") -> list[Record]:
-        """Metrics of an arm's steps of one kind, in order."""
-        return [line for line in self.metrics if line.get("arm") == arm and line.get("stage") == stage]
+    def steps(self, arm: str, stages: Sequence[str] = _LEARNING) -> list[Record]:
+        """Metrics of an arm's steps of these kinds, in order."""
+        return [line for line in self.metrics if line.get("arm") == arm and line.get("stage") in stages]
 
     def groups(self, unit: str) -> list[Group]:
         """The stored groups of a unit; none, and a problem noted, when they cannot be read."""

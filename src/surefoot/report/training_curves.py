@@ -148,7 +148,7 @@ def optimisation(facts: Facts) -> Html:
     cold = [
         (float(line["step"]), value)
         for arm in dict.fromkeys(line["arm"] for line in facts.metrics)
-        for line in facts.steps(str(arm), "sft")
+        for line in facts.steps(str(arm), ("sft",))
         if (value := _value(line, "loss")) is not None
     ]
     figures.append(

@@ -36,6 +36,7 @@ from surefoot.envs.base import Environment
 from surefoot.policy.rendering import Codec
 from surefoot.rewards.base import Episode
 from surefoot.tools.base import Tool
+from surefoot.tools.gate import GATE_INFO
 
 _CUT = {Finish.LENGTH: StopReason.LENGTH, Finish.CONTEXT: StopReason.CONTEXT_FULL}
 
@@ -158,6 +159,7 @@ class _Play:
     messages: list[Message] = field(default_factory=lambda: [])
     tools: tuple[Tool, ...] = ()
     turns: list[Turn] = field(default_factory=lambda: [])
+    gate: list[dict[str, object]] = field(default_factory=lambda: [])
     state: dict[str, object] = field(default_factory=lambda: {})
     cost: Cost = field(default_factory=Cost)
     stop: StopReason = StopReason.ABORTED
@@ -168,11 +170,12 @@ class _Play:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """A finished trajectory and the view of it that rewards get."""
+    """A finished trajectory, the view of it that rewards get, and what a gate repaired or refused."""
 
     trajectory: Trajectory
     view: Episode
     closing_fault: str
+    gate: tuple[dict[str, object], ...] = ()
 
 
 async def play_episode(
@@ -274,6 +277,7 @@ async def _turns(
                 step.reward,
             )
         )
+        play.gate.extend(step.info.get(GATE_INFO, ()))
         play.messages.append(Message("assistant", action.text, action.tool_calls))
         play.messages.extend(step.observation)
         play.cost += Cost(
@@ -344,7 +348,8 @@ def _finished(plan: EpisodePlan, play: _Play, sampling: Sampling) -> PlayedEpiso
         state=play.state,
         fault=play.fault,
     )
-    return PlayedEpisode(trajectory, episode_view(plan.task, trajectory, play.opening), play.closing_fault)
+    view = episode_view(plan.task, trajectory, play.opening)
+    return PlayedEpisode(trajectory, view, play.closing_fault, tuple(play.gate))
 
 
 def _complete(play: _Play, segments: tuple[Segment, ...]) -> tuple[Turn, ...]:

@@ -179,6 +179,8 @@ def _tell(hooks: Hooks, played: PlayedEpisode) -> None:
             "fault": trajectory.fault,
         }
         hooks.on_event("episode_fault", fields)
+    for item in played.gate:
+        hooks.on_event("gate", {"id": trajectory.id, **item})
     if played.closing_fault:
         hooks.on_event("close_fault", {"id": trajectory.id, "fault": played.closing_fault})
 

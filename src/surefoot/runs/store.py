@@ -35,12 +35,16 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class CreditRow:
-    """What one trajectory was trained with; ``advantage`` is None exactly when it was not used."""
+    """What one trajectory was trained with; ``advantage`` is None exactly when it was not used.
+
+    ``turn_advantages``: the mean over the tokens of each turn, empty where it is the same for all.
+    """
 
     trajectory_id: str
     advantage: float | None
     used: bool
     reason: str
+    turn_advantages: tuple[float, ...] = ()
 
 
 class Journal:
@@ -149,11 +153,15 @@ class TrajectoryStore:
         ids: Sequence[str],
         advantages: Sequence[float | None],
         reasons: Sequence[str],
+        turns: Sequence[Sequence[float]] | None = None,
     ) -> Path:
-        """Write ``credit/<name>.parquet``: each trajectory's advantage, or None and why it was unused."""
+        """Write ``credit/<name>.parquet``: each trajectory's advantage, or None and why it was unused.
+
+        ``turns``: advantages by turn where they differ, else empty.
+        """
         self._run.require_writable()
         path = self._credit_path(name)
-        write_atomic(path, tables.to_parquet(tables.credit_table(name, ids, advantages, reasons)))
+        write_atomic(path, tables.to_parquet(tables.credit_table(name, ids, advantages, reasons, turns)))
         return path
 
     def read_credit(self, name: str) -> list[CreditRow]:
@@ -167,6 +175,7 @@ class TrajectoryStore:
                     advantage=row["advantage"],
                     used=row["used"],
                     reason=records.unescape(row["reason"]),
+                    turn_advantages=tuple(row["turn_advantages"]),
                 )
                 for row in cast("list[records.Record]", table.to_pylist())
             ]

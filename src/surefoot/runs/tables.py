@@ -106,7 +106,14 @@ TRAJECTORY_SCHEMA: Final = pa.schema(
     }
 )
 CREDIT_SCHEMA: Final = pa.schema(
-    {"name": _TEXT, "trajectory_id": _TEXT, "advantage": pa.float64(), "used": pa.bool_(), "reason": _TEXT}
+    {
+        "name": _TEXT,
+        "trajectory_id": _TEXT,
+        "advantage": pa.float64(),
+        "turn_advantages": pa.list_(pa.float64()),
+        "used": pa.bool_(),
+        "reason": _TEXT,
+    }
 )
 
 
@@ -149,18 +156,25 @@ def groups_of(table: Table) -> list[Group]:
 
 
 def credit_table(
-    name: str, ids: Sequence[str], advantages: Sequence[float | None], reasons: Sequence[str]
+    name: str,
+    ids: Sequence[str],
+    advantages: Sequence[float | None],
+    reasons: Sequence[str],
+    turns: Sequence[Sequence[float]] | None = None,
 ) -> Table:
     """One row a trajectory; raises DataError on unequal lengths or an advantage that is not finite."""
-    if not len(ids) == len(advantages) == len(reasons):
+    by_turn: Sequence[Sequence[float]] = [[]] * len(ids) if turns is None else turns
+    if not len(ids) == len(advantages) == len(reasons) == len(by_turn):
         raise DataError(f"credit has {len(ids)} ids, {len(advantages)} advantages and {len(reasons)} reasons")
-    for identity, advantage in zip(ids, advantages, strict=True):
-        if advantage is not None and not np.isfinite(advantage):
-            raise DataError(f"credit of {identity} is {advantage}; it must be finite, or None when not used")
+    for identity, advantage, own in zip(ids, advantages, by_turn, strict=True):
+        for value in own if advantage is None else (advantage, *own):
+            if not np.isfinite(value):
+                raise DataError(f"credit of {identity} is {value}; it must be finite, or None when not used")
     columns: tuple[list[Any], ...] = (
         [name] * len(ids),
         [records.escape(identity) for identity in ids],
         list(advantages),
+        [list(own) for own in by_turn],
         [advantage is not None for advantage in advantages],
         [records.escape(reason) for reason in reasons],
     )

@@ -1,37 +1,96 @@
-"""The algorithms table: each published name as credit, ratio, clip and aggregation, with its source.
+"""The algorithms table: each published name as data, with its source and its paper's settings.
 
-An algorithm is data; the stage that runs it does not know its name. A setting that the chosen row
-ignores is an error.
+An algorithm is a filter, a credit, a clip, a ratio and an aggregation (or a preference loss); the stage
+that runs it does not know its name. A setting that the chosen row ignores is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from surefoot import credit
 from surefoot.core.errors import ConfigError, nearest
+from surefoot.credit import steps, values
 from surefoot.objectives import Clip
 from surefoot.objectives.policy_gradient import Aggregate, Ratio
+from surefoot.objectives.preference import PREFERENCES
+from surefoot.objectives.supervised import distillation_advantages
+from surefoot.training.signal import CreditInput
 
-Settings = Mapping[str, float | int | str]
-
-
-@dataclass(frozen=True, slots=True)
-class CreditInput:
-    """What credit is computed from. returns: float64[n]; group, lengths: int64[n]; valid: bool[n]."""
-
-    returns: Tensor
-    group: Tensor
-    valid: Tensor
-    lengths: Tensor
+Setting = float | int | str
+Settings = Mapping[str, Setting]
+# What a row needs beside the policy; each costs memory or time, which the documentation names.
+Need = Literal["critic", "utterance_critic", "implicit", "greedy", "reference", "teacher"]
+Kind = Literal["rl", "preference", "sft"]
 
 
-# Advantages float64[n] from scores under the row's settings.
-Credit = Callable[[CreditInput, Settings], Tensor]
+class Credited(NamedTuple):
+    """advantages: float64[M], one for each trained token. targets: float64[M] of the critic at each token,
+    NaN where it has none (None without a critic).
+    """
+
+    advantages: Tensor
+    targets: Tensor | None = None
+
+
+Credit = Callable[[CreditInput, Settings], Credited]
+
+CORRECTIONS = ("none", "tis", "tis_sequence", "icepop", "sequence_mask", "decoupled")
+_CAPPED = ("tis", "tis_sequence", "icepop", "decoupled")
+FILTERS = ("none", "dynamic", "duplicate", "variance", "roc", "overlong")
+COVARIANCES = ("none", "clip", "kl")
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "kl_kind": ("k1", "k2", "k3", "k3_k2grad"),
+    "kl_place": ("loss", "reward"),
+    "covariance": COVARIANCES,
+    "correction": CORRECTIONS,
+    "filter": FILTERS,
+    "roc_mode": ("rank", "sample"),
+    "anchor": ("hash", "similarity"),
+    "step_scale": ("none", "std"),
+    "estimator": ("std", "none", "leave_one_out"),
+    "loss": tuple(name for name, row in PREFERENCES.items() if row.paired),
+}
+
+# Every policy-gradient row takes these; a row may have other defaults.
+COMMON: Settings = {
+    "kl_coef": 0.0,
+    "kl_kind": "k3",
+    "kl_place": "loss",
+    "kl_reset_every": 0,
+    "entropy_coef": 0.0,
+    "entropy_target": 0.0,
+    "covariance": "none",
+    "correction": "none",
+    "correction_cap": 2.0,
+    "staleness": 0,
+    "filter": "none",
+    "filter_rounds": 3,
+    "filter_share": 0.25,
+    "keep": 0,
+    "roc_mode": "rank",
+    "soft_overlong": 0,
+}
+# A setting -> when it has an effect, given all settings of the row.
+_ACTIVE: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
+    "kl_kind": ("kl_coef above 0, kl_place 'loss'", lambda s: _on(s, "kl_coef") and s["kl_place"] == "loss"),
+    "kl_place": ("kl_coef above 0", lambda s: _on(s, "kl_coef")),
+    "kl_reset_every": ("kl_coef above 0", lambda s: _on(s, "kl_coef")),
+    "correction_cap": ("correction 'tis', 'icepop' or 'decoupled'", lambda s: s["correction"] in _CAPPED),
+    "filter_rounds": ("filter = 'dynamic'", lambda s: s["filter"] == "dynamic"),
+    "filter_share": ("filter = 'variance'", lambda s: s["filter"] == "variance"),
+    "keep": ("filter = 'roc'", lambda s: s["filter"] == "roc"),
+    "roc_mode": ("filter = 'roc'", lambda s: s["filter"] == "roc"),
+}  # fmt: skip
+
+
+def _on(settings: Settings, key: str) -> bool:
+    return float(settings[key]) != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +100,15 @@ class Algorithm:
     name: str
     summary: str
     source: str
-    credit: Credit
-    clip: Callable[[Settings], Clip]
+    when: str
+    kind: Kind = "rl"
+    credit: Credit | None = None
+    clip: Callable[[Settings], Clip] = field(default=lambda settings: Clip.none())
     settings: Settings = field(default_factory=lambda: {})
     ratio: Ratio = "token"
     aggregate: Aggregate = "token_mean"
+    needs: frozenset[Need] = frozenset()
+    formula: str = ""
 
     def with_settings(self, chosen: Settings) -> Algorithm:
         """The row with ``chosen`` in place of its own values. Raises ConfigError for an ignored one."""
@@ -54,29 +117,62 @@ class Algorithm:
                 raise ConfigError(
                     f"settings.{key} has no effect on algorithm {self.name!r}; {nearest(key, self.settings)}"
                 )
-            own = self.settings[key]
-            if isinstance(own, str) != isinstance(value, str):
-                raise ConfigError(f"settings.{key} = {value!r}; it must be a value like {own!r}")
+            _check_value(key, value, self.settings[key])
         row = replace(self, settings={**self.settings, **chosen})
+        for key in chosen:
+            if key in _ACTIVE and not _ACTIVE[key][1](row.settings):
+                raise ConfigError(f"settings.{key} has an effect only with {_ACTIVE[key][0]}; remove it")
         row.clip(row.settings)  # a clip checks its own ranges
         return row
 
+    def wanted(self) -> frozenset[Need]:
+        """Everything the row needs under its settings."""
+        extra: set[Need] = set(self.needs)
+        if self.kind == "rl" and "kl_coef" in self.settings and _on(self.settings, "kl_coef"):
+            extra.add("reference")
+        return frozenset(extra)
 
-def _ppo(settings: Settings) -> Clip:
-    return Clip.ppo(float(settings["clip_low"]), float(settings["clip_high"]))
+
+def _check_value(key: str, value: Setting, own: Setting) -> None:
+    if isinstance(own, str) != isinstance(value, str):
+        raise ConfigError(f"settings.{key} = {value!r}; it must be a value like {own!r}")
+    if isinstance(value, str) and key in _CHOICES and value not in _CHOICES[key]:
+        raise ConfigError(f"settings.{key} = {value!r}; {nearest(value, _CHOICES[key])}")
+    if isinstance(own, int) and isinstance(value, float) and not value.is_integer():
+        raise ConfigError(f"settings.{key} = {value}; it must be a whole number like {own}")
+    if key not in _ANY_SIGN and not isinstance(value, str) and not value >= 0:
+        raise ConfigError(f"settings.{key} = {value}; it must be at least 0")
 
 
-def _no_clip(settings: Settings) -> Clip:
-    return Clip.none()
+_ANY_SIGN = ("baseline", "entropy_coef")
+
+
+def _number(settings: Settings, key: str) -> float:
+    return float(settings[key])
+
+
+# credit -------------------------------------------------------------------------------------------
+
+
+def _each(function: Callable[[CreditInput, Settings], Tensor]) -> Credit:
+    """A credit per trajectory, repeated on its tokens."""
+    return lambda given, settings: Credited(credit.to_tokens(function(given, settings), given.lengths))
+
+
+def _per_step(function: Callable[[CreditInput, Settings], Tensor]) -> Credit:
+    """A credit per turn, repeated on its tokens."""
+    return lambda given, settings: Credited(
+        steps.steps_to_tokens(function(given, settings), given.step_lengths)
+    )
 
 
 def _group(scale: str) -> Credit:
     def relative(given: CreditInput, settings: Settings) -> Tensor:
-        eps = float(settings.get("eps", 1e-6))
         chosen: Any = scale
+        eps = float(settings.get("eps", 1e-6))
         return credit.group_relative(given.returns, given.group, valid=given.valid, scale=chosen, eps=eps)
 
-    return relative
+    return _each(relative)
 
 
 def _rloo(given: CreditInput, settings: Settings) -> Tensor:
@@ -84,8 +180,12 @@ def _rloo(given: CreditInput, settings: Settings) -> Tensor:
 
 
 def _reinforce(given: CreditInput, settings: Settings) -> Tensor:
-    baseline = float(settings["baseline"])
+    baseline = _number(settings, "baseline")
     return credit.reinforce(given.returns, given.group, baseline=baseline, valid=given.valid)
+
+
+def _reinforce_pp(given: CreditInput, settings: Settings) -> Tensor:
+    return credit.reinforce_pp(given.returns, given.lengths, valid=given.valid)
 
 
 def _reinforce_pp_baseline(given: CreditInput, settings: Settings) -> Tensor:
@@ -96,83 +196,597 @@ def _opo(given: CreditInput, settings: Settings) -> Tensor:
     return credit.opo(given.returns, given.group, given.lengths, valid=given.valid)
 
 
-_CLIP: Settings = {"clip_low": 0.2, "clip_high": 0.2}
+def _remax(given: CreditInput, settings: Settings) -> Tensor:
+    return credit.remax(given.returns, _given(given.greedy), valid=given.valid)
 
-_ROWS = (
-    Algorithm(
-        "grpo",
-        "group mean and standard deviation as baseline and scale",
-        "DeepSeekMath, arXiv 2402.03300",
-        _group("std"),
-        _ppo,
-        {**_CLIP, "eps": 1e-6},
-        aggregate="sequence_mean",
-    ),
-    Algorithm(
-        "dr_grpo",
-        "GRPO without the scale by the standard deviation and with a constant length",
-        "Understanding R1-Zero-like training, arXiv 2503.20783",
-        _group("none"),
-        _ppo,
-        {**_CLIP, "max_length": 256},
-        aggregate="constant",
-    ),
-    Algorithm(
-        "rloo",
-        "the other members' mean as baseline",
-        "Back to basics, arXiv 2402.14740",
-        _rloo,
-        _no_clip,
-        aggregate="sequence_mean",
-    ),
-    Algorithm(
+
+def _pass_at_k(given: CreditInput, settings: Settings) -> Tensor:
+    return credit.pass_at_k(given.returns, given.group, valid=given.valid)
+
+
+def _token_rewards(given: CreditInput) -> Tensor:
+    """Each turn's reward on its last token, and the price of each token."""
+    rewards = given.penalty.clone()
+    ends = given.step_lengths.cumsum(0) - 1
+    spoken = given.step_lengths > 0
+    return rewards.index_add_(0, ends[spoken], given.step_rewards[spoken])
+
+
+def _gae(given: CreditInput, settings: Settings) -> Credited:
+    lam: float | Tensor = _number(settings, "lam")
+    if _on(settings, "lam_alpha"):
+        lam = values.length_adaptive_lambda(given.lengths, alpha=_number(settings, "lam_alpha"))
+    advantages, targets = values.gae(
+        _token_rewards(given),
+        _given(given.values),
+        given.lengths,
+        gamma=_number(settings, "gamma"),
+        lam=lam,
+        valid=given.valid,
+    )
+    return Credited(values.whiten(advantages, given.lengths, valid=given.valid), targets)
+
+
+def _turn_gae(given: CreditInput, settings: Settings) -> Credited:
+    """A turn's value is read where it begins, and only there the critic learns."""
+    first = given.step_lengths.cumsum(0) - given.step_lengths
+    spoken = given.step_lengths > 0
+    own = torch.zeros(len(first), dtype=torch.float64)
+    own[spoken] = _given(given.values)[first[spoken]].double()
+    price = torch.zeros_like(own)
+    price.index_add_(0, torch.arange(len(own)).repeat_interleave(given.step_lengths), given.penalty)
+    advantages, turn_targets = values.turn_gae(
+        given.step_rewards + price,
+        own,
+        given.trajectory,
+        gamma=_number(settings, "gamma"),
+        lam=_number(settings, "lam"),
+        valid=given.valid,
+    )
+    tokens = steps.steps_to_tokens(advantages, given.step_lengths)
+    targets = torch.full_like(given.penalty, float("nan"))
+    targets[first[spoken]] = turn_targets[spoken]
+    return Credited(values.whiten(tokens, given.lengths, valid=given.valid), targets)
+
+
+def _gigpo(given: CreditInput, settings: Settings) -> Tensor:
+    mode: Any = settings["anchor"]
+    shown = given.anchors if mode == "hash" else ["\n".join(map(str, _texts(a))) for a in given.anchors]
+    anchor = steps.anchor_groups(shown, given.group[given.trajectory], mode=mode)
+    scale: Any = settings["step_scale"]
+    return steps.gigpo(
+        given.returns,
+        given.step_rewards,
+        given.trajectory,
+        anchor,
+        given.group,
+        gamma=_number(settings, "gamma"),
+        omega=_number(settings, "omega"),
+        scale=scale,
+        valid=given.valid,
+    )
+
+
+def _step_relative(given: CreditInput, settings: Settings) -> Tensor:
+    scale: Any = settings["step_scale"]
+    return steps.step_relative(
+        given.step_rewards,
+        given.trajectory,
+        given.group,
+        gamma=_number(settings, "gamma"),
+        scale=scale,
+        valid=given.valid,
+    )
+
+
+def _mt_grpo(given: CreditInput, settings: Settings) -> Tensor:
+    return steps.mt_grpo(
+        given.returns,
+        given.turn_reward,
+        given.group,
+        given.trajectory,
+        given.tool_step,
+        coefficient=_number(settings, "turn_coef"),
+        valid=given.valid,
+    )
+
+
+def _istar(given: CreditInput, settings: Settings) -> Tensor:
+    beta = _number(settings, "beta")
+    valid = given.valid[given.trajectory]
+    rewards = steps.istar_step_rewards(_given(given.log_ratio), given.step_lengths, beta=beta, valid=valid)
+    estimator: Any = settings["estimator"]
+    return steps.istar(
+        given.returns,
+        rewards,
+        given.trajectory,
+        given.group,
+        # Before the first pair the reward model is the policy itself and has nothing to say.
+        alpha=_number(settings, "alpha") if given.learned else 0.0,
+        estimator=estimator,
+        floor=_number(settings, "floor"),
+        valid=given.valid,
+    )
+
+
+def _prime(given: CreditInput, settings: Settings) -> Credited:
+    advantages = steps.prime(
+        _given(given.log_ratio),
+        given.returns,
+        given.lengths,
+        given.group,
+        beta=_number(settings, "beta"),
+        weight=_number(settings, "alpha") if given.learned else 0.0,
+        valid=given.valid,
+    )
+    return Credited(values.whiten(advantages, given.lengths, valid=given.valid))
+
+
+def _utterance(given: CreditInput, settings: Settings) -> Credited:
+    """The critic's A = min Q - min V of each turn, given in ``values`` on each of its tokens."""
+    return Credited(torch.where(given.valid.repeat_interleave(given.lengths), _given(given.values), 0.0))
+
+
+def _distill(given: CreditInput, settings: Settings) -> Credited:
+    limit = _number(settings, "limit")
+    advantages = distillation_advantages(given.behaviour, _given(given.teacher), limit=limit)
+    return Credited(torch.where(given.valid.repeat_interleave(given.lengths), advantages, 0.0))
+
+
+def _texts(anchor: object) -> tuple[object, ...]:
+    return anchor if isinstance(anchor, tuple) else (anchor,)
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "the row's needs name what its credit reads"
+    return tensor
+
+
+# clips --------------------------------------------------------------------------------------------
+
+
+def _ppo_clip(settings: Settings) -> Clip:
+    dual = float(settings.get("dual", 0.0))
+    return Clip.ppo(_number(settings, "clip_low"), _number(settings, "clip_high"), dual or None)
+
+
+def _cispo_clip(settings: Settings) -> Clip:
+    return Clip.cispo(_number(settings, "clip_high"))
+
+
+def _sapo_clip(settings: Settings) -> Clip:
+    return Clip.sapo(_number(settings, "tau_pos"), _number(settings, "tau_neg"))
+
+
+def _dppo_clip(settings: Settings) -> Clip:
+    return Clip.dppo(_number(settings, "delta"))
+
+
+_CLIP: Settings = {"clip_low": 0.2, "clip_high": 0.2}
+_EPS: Settings = {"eps": 1e-6}
+_CRITIC: Settings = {"value_clip": 0.5, "value_lr": 1e-4, "value_warmup": 0}
+
+
+def _rl(name: str, summary: str, source: str, when: str, credit: Credit, **rest: Any) -> Algorithm:
+    """A policy-gradient row: the common settings with the row's own on top."""
+    own: Settings = rest.pop("settings", {})
+    return Algorithm(name, summary, source, when, "rl", credit, settings={**COMMON, **own}, **rest)
+
+
+_RL = (
+    _rl(
         "reinforce",
         "the return minus a fixed baseline",
         "Williams 1992",
-        _reinforce,
-        _no_clip,
-        {"baseline": 0.0},
+        "as the plainest yardstick",
+        _each(_reinforce),
+        settings={"baseline": 0.0},
+        formula="A = r - b",
     ),
-    Algorithm(
-        "reinforce_pp_baseline",
-        "group mean subtracted, then whitened over the batch's tokens",
-        "REINFORCE++, arXiv 2501.03262",
-        _reinforce_pp_baseline,
-        _ppo,
-        _CLIP,
+    _rl(
+        "rloo",
+        "the other members' mean as baseline",
+        "Back to basics, arXiv 2402.14740",
+        "small groups, one update a batch, rewards whose scale means something",
+        _each(_rloo),
+        aggregate="sequence_mean",
+        formula="A = r - mean of the others' r",
     ),
-    Algorithm(
-        "opo",
-        "length-weighted group mean as baseline",
-        "On-policy RL with optimal baseline, arXiv 2505.23585",
-        _opo,
-        _no_clip,
+    _rl(
+        "grpo",
+        "group mean and standard deviation as baseline and scale",
+        "DeepSeekMath, arXiv 2402.03300",
+        "the default of the field; verified rewards that are 0 or 1",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={**_CLIP, **_EPS},
+        aggregate="sequence_mean",
+        formula="A = (r - mean) / (std + eps)",
     ),
-    Algorithm(
+    _rl(
+        "dr_grpo",
+        "GRPO without the scale by the standard deviation and with a constant length",
+        "Understanding R1-Zero-like training, arXiv 2503.20783",
+        "when small differences (a price) must stay small, or long wrong answers grow",
+        _group("none"),
+        clip=_ppo_clip,
+        settings={**_CLIP, "max_length": 256},
+        aggregate="constant",
+        formula="A = r - mean; loss over a constant length",
+    ),
+    _rl(
+        "dapo",
+        "GRPO with clip-higher, a token mean, no dead groups and a soft length limit",
+        "DAPO, arXiv 2503.14476",
+        "many groups are all right or all wrong, and episodes are cheap",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "dynamic"},
+        formula="A = (r - mean) / (std + eps); live groups only",
+    ),
+    _rl(
         "gspo",
         "GRPO's credit with one ratio a sequence",
         "arXiv 2507.18071",
+        "mixtures of experts, or several updates a batch on long answers",
         _group("std"),
-        _ppo,
-        {"clip_low": 3e-4, "clip_high": 4e-4, "eps": 1e-6},
+        clip=_ppo_clip,
+        settings={"clip_low": 3e-4, "clip_high": 4e-4, **_EPS},
         ratio="sequence",
         aggregate="sequence_mean",
+        formula="s = exp(mean log-ratio)",
     ),
-    Algorithm(
+    _rl(
         "cispo",
         "a clipped, detached ratio as weight, so that no token loses its gradient",
         "MiniMax-M1, arXiv 2506.13585",
+        "off-policy updates in which rare tokens matter",
         _group("std"),
-        lambda settings: Clip.cispo(float(settings["clip_high"])),
-        {"clip_high": 5.0, "eps": 1e-6},
+        clip=_cispo_clip,
+        settings={"clip_high": 5.0, **_EPS},
+        formula="L = -sg(min(ratio, c)) A log p",
+    ),
+    _rl(
+        "gmpo",
+        "the geometric mean of clipped token ratios",
+        "arXiv 2507.20673",
+        "outlier ratios unsettle training",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={"clip_low": 0.4, "clip_high": 0.4, **_EPS},
+        ratio="geometric",
+        aggregate="sequence_mean",
+        formula="ratio = exp(mean clipped log-ratio)",
+    ),
+    _rl(
+        "sapo",
+        "a smooth gate in place of the clip",
+        "arXiv 2511.20347",
+        "hard clipping throws away too much of an off-policy batch",
+        _group("std"),
+        clip=_sapo_clip,
+        settings={"tau_pos": 1.0, "tau_neg": 1.05, **_EPS},
+        aggregate="sequence_mean",
+        formula="L = -(4 / tau) sigmoid(tau (ratio - 1)) A",
+    ),
+    _rl(
+        "dppo",
+        "tokens whose probability has moved too far are dropped; no clip",
+        "prime-rl",
+        "asynchronous training with a sampler of another precision",
+        _group("none"),
+        clip=_dppo_clip,
+        settings={"delta": 0.2},
+        formula="L = -A ratio, 0 where p - p_old passes delta",
+    ),
+    _rl(
+        "reinforce_pp",
+        "the return whitened over all tokens of the batch",
+        "REINFORCE++, arXiv 2501.03262",
+        "many prompts, few samples of each",
+        _each(_reinforce_pp),
+        clip=_ppo_clip,
+        settings=_CLIP,
+        formula="A = whiten(r)",
+    ),
+    _rl(
+        "reinforce_pp_baseline",
+        "group mean subtracted, then whitened over the batch's tokens",
+        "REINFORCE++, arXiv 2501.03262",
+        "groups whose spreads differ much",
+        _each(_reinforce_pp_baseline),
+        clip=_ppo_clip,
+        settings=_CLIP,
+        formula="A = whiten(r - mean)",
+    ),
+    _rl(
+        "opo",
+        "length-weighted group mean as baseline",
+        "On-policy RL with optimal baseline, arXiv 2505.23585",
+        "strictly on-policy training with answers of very different lengths",
+        _each(_opo),
+        formula="A = r - sum(l r) / sum(l)",
+    ),
+    _rl(
+        "remax",
+        "the greedy rollout's return as baseline",
+        "arXiv 2310.10505",
+        "one sample a task is all that can be paid for",
+        _each(_remax),
+        needs=frozenset({"greedy"}),
+        formula="A = r - r(greedy)",
+    ),
+    _rl(
+        "pass_at_k",
+        "only the best member of a group, by its lead over the second best",
+        "arXiv 2503.19595",
+        "the agent will be asked several times and its best answer kept",
+        _each(_pass_at_k),
+        formula="A = r_max - r_second for the best, else 0",
+    ),
+    _rl(
+        "ragen",
+        "GRPO on the quarter of groups whose returns differ most",
+        "StarPO-S of RAGEN, arXiv 2504.20073",
+        "multi-turn training that collapses into repeated answers",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "variance"},
+        formula="A = (r - mean) / (std + eps); widest groups only",
+    ),
+    _rl(
+        "grpo_roc",
+        "twice the samples, of which the cleanest successes are kept",
+        "rStar2-Agent, arXiv 2508.20722",
+        "tool errors survive inside successful episodes",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "roc"},
+        formula="keep half: failures as they come, successes by fewest tool errors",
+    ),
+    _rl(
+        "dupo",
+        "dead groups are replaced by copies of live ones",
+        "WebSailor, arXiv 2507.02592",
+        "as dapo, where episodes are dear",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "duplicate"},
+        formula="A = (r - mean) / (std + eps)",
+    ),
+    _rl(
+        "prorl",
+        "DAPO with a KL to a reference that is reset from time to time",
+        "ProRL, arXiv 2505.24864",
+        "long runs that stop improving near the start policy",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={
+            "clip_low": 0.2,
+            "clip_high": 0.4,
+            **_EPS,
+            "filter": "dynamic",
+            "kl_coef": 1e-3,
+            "kl_kind": "k2",
+            "kl_reset_every": 200,
+        },
+        formula="L + kl_coef KL(policy || reference)",
+    ),
+    _rl(
+        "areal",
+        "GRPO on stale samples: the trust region and the sampler are kept apart",
+        "AReaL, arXiv 2505.24298",
+        "sampling runs ahead of training",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={**_CLIP, **_EPS, "correction": "decoupled", "correction_cap": 5.0, "staleness": 4},
+        formula="L = (p_prox / p_behaviour) PPO(p / p_prox)",
+    ),
+    _rl(
+        "ppo",
+        "token-level GAE with a value head on the policy's trunk",
+        "arXiv 1707.06347, 1506.02438",
+        "one sample a task, or rewards inside the episode",
+        _gae,
+        clip=_ppo_clip,
+        settings={**_CLIP, "gamma": 1.0, "lam": 1.0, "lam_alpha": 0.0, **_CRITIC},
+        needs=frozenset({"critic"}),
+        formula="A = whiten(sum (gamma lam)^k delta)",
+    ),
+    _rl(
+        "turn_ppo",
+        "GAE over turns, one value a turn",
+        "RAGEN, arXiv 2504.20073",
+        "long episodes in which a turn is the decision",
+        _turn_gae,
+        clip=_ppo_clip,
+        settings={**_CLIP, "gamma": 1.0, "lam": 1.0, **_CRITIC},
+        needs=frozenset({"critic"}),
+        formula="A = whiten(GAE over turns)",
+    ),
+    _rl(
+        "vapo",
+        "PPO with clip-higher, a lambda that grows with length and a warmed-up critic",
+        "arXiv 2504.05118",
+        "long answers with a reward at the end",
+        _gae,
+        clip=_ppo_clip,
+        settings={
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "gamma": 1.0,
+            "lam": 0.95,
+            "lam_alpha": 0.05,
+            **_CRITIC,
+            "value_warmup": 5,
+        },
+        needs=frozenset({"critic"}),
+        formula="lam = 1 - 1 / (alpha l)",
+    ),
+    _rl(
+        "archer",
+        "an utterance-level critic, double Q and V, trained from replay",
+        "ArCHer, arXiv 2402.19446",
+        "many turns, rewards late, episodes dear",
+        _utterance,
+        settings={
+            "gamma": 0.9,
+            "value_lr": 1e-3,
+            "critic_epochs": 50,
+            "polyak": 0.1,
+            "replay": 2,
+            "value_warmup": 0,
+        },
+        needs=frozenset({"utterance_critic"}),
+        formula="A = min Q(s, a) - min V(s)",
+    ),
+    _rl(
+        "gigpo",
+        "GRPO plus a comparison of the steps that start from the same state",
+        "arXiv 2505.10978",
+        "environments that revisit states: rooms, pages, retries",
+        _per_step(_gigpo),
+        clip=_ppo_clip,
+        settings={**_CLIP, "gamma": 0.95, "omega": 1.0, "anchor": "hash", "step_scale": "none"},
+        formula="A = A_episode + omega A_step",
+    ),
+    _rl(
+        "step_grpo",
+        "explicit step rewards, return-to-go against the same step of the group",
+        "arXiv 2402.03300, process supervision",
+        "the environment itself rewards steps, and that reward is verified",
+        _per_step(_step_relative),
+        clip=_ppo_clip,
+        settings={**_CLIP, "gamma": 1.0, "step_scale": "std"},
+        formula="A_k = (R_k - mean_k) / (std_k + eps)",
+    ),
+    _rl(
+        "mt_grpo",
+        "tokens up to the first tool result also earn the tool's use",
+        "arXiv 2505.11821",
+        "one tool turn and one answer turn",
+        _per_step(_mt_grpo),
+        clip=_ppo_clip,
+        settings={**_CLIP, "turn_coef": 1.0},
+        aggregate="sequence_mean",
+        formula="A = A_outcome + c A_turn, then A_outcome",
+    ),
+    _rl(
+        "m_grpo",
+        "GRPO whose loss weighs every turn alike",
+        "WebAgent-R1, arXiv 2505.16421",
+        "turns of very different lengths",
+        _group("std"),
+        clip=_ppo_clip,
+        settings={**_CLIP, **_EPS},
+        aggregate="turn_mean",
+        formula="mean over turns of the mean over tokens",
+    ),
+    _rl(
+        "istar",
+        "step rewards from an implicit reward model, added as advantages",
+        "arXiv 2509.19199",
+        "long episodes with one outcome, under a tight trust region",
+        _per_step(_istar),
+        clip=_ppo_clip,
+        settings={
+            **_CLIP,
+            "beta": 0.05,
+            "alpha": 1.0,
+            "estimator": "std",
+            "floor": 1e-4,
+            "implicit_lr": 1e-6,
+        },
+        needs=frozenset({"implicit"}),
+        formula="A = A_outcome + alpha A_step, r_step = beta log(p_phi / p_old)",
+    ),
+    _rl(
+        "prime",
+        "token rewards from an implicit reward model trained by cross-entropy",
+        "arXiv 2502.01456",
+        "single-turn reasoning with one outcome",
+        _prime,
+        clip=_ppo_clip,
+        settings={**_CLIP, "beta": 0.05, "alpha": 1.0, "implicit_lr": 1e-6},
+        needs=frozenset({"implicit"}),
+        formula="A = whiten(outcome RLOO + sum beta q)",
+    ),
+    _rl(
+        "distill",
+        "a teacher's log-probs on the student's own tokens",
+        "On-policy distillation, arXiv 2306.13649",
+        "a stronger model with the same tokenizer is at hand",
+        _distill,
+        settings={"limit": 5.0},
+        needs=frozenset({"teacher"}),
+        formula="A_t = log p_teacher - log p",
+    ),
+    Algorithm(
+        "online_dpo",
+        "pairs from the policy's own groups: correct first, then fewer calls, then shorter",
+        "arXiv 2402.04792, WebThinker 2504.21776",
+        "ranks are easier to trust than scores",
+        settings={"loss": "dpo", "beta": 0.1, "pairs": 4},
+        needs=frozenset({"reference"}),
+        formula="-log sigmoid(beta (log-ratio chosen - log-ratio rejected))",
     ),
 )
 
-ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
+_SFT = (
+    Algorithm(
+        "sft",
+        "cross-entropy of the agent's own tokens in oracle episodes",
+        "-",
+        "the form of a call must be known before it can be rewarded",
+        "sft",
+        formula="-mean log p",
+    ),
+    Algorithm(
+        "rft",
+        "cross-entropy on the policy's own solved episodes, without copies",
+        "RFT, arXiv 2308.01825; STaR, arXiv 2203.14465",
+        "no oracle, and the policy already solves some tasks",
+        "sft",
+        settings={"samples": 8, "keep": 2},
+        formula="-mean log p over correct samples",
+    ),
+    Algorithm(
+        "reward_weighted",
+        "cross-entropy on the policy's own episodes, weighed by how good they were",
+        "AWR, arXiv 1910.00177",
+        "graded rewards and no taste for negative gradients",
+        "sft",
+        settings={"samples": 8, "beta": 1.0, "cap": 20.0},
+        formula="weight = min(exp(A / beta), cap)",
+    ),
+)
+
+_PREFERENCE = tuple(
+    Algorithm(
+        row.name,
+        row.summary,
+        row.source,
+        "pairs are stored or can be ranked",
+        "preference",
+        settings=row.settings,
+        needs=frozenset({"reference"}) if row.reference else frozenset(),
+    )
+    for row in PREFERENCES.values()
+)
+
+ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in (*_RL, *_PREFERENCE, *_SFT)}
 
 
-def algorithm(name: str, settings: Settings) -> Algorithm:
-    """The row of ``name`` with overrides. Raises ConfigError that names the nearest row or setting."""
-    if name not in ALGORITHMS:
-        raise ConfigError(f"algorithm {name!r} does not exist; {nearest(name, ALGORITHMS)}")
-    return ALGORITHMS[name].with_settings(settings)
+def algorithm(name: str, settings: Settings, *, kind: Kind = "rl") -> Algorithm:
+    """The row of ``name`` for a stage of ``kind``, with overrides.
+
+    Raises ConfigError that names the nearest row or setting.
+    """
+    fitting = {key: row for key, row in ALGORITHMS.items() if row.kind == kind}
+    if name in ALGORITHMS and name not in fitting:
+        raise ConfigError(
+            f"algorithm {name!r} belongs to a stage of kind {ALGORITHMS[name].kind!r}, not {kind!r}"
+        )
+    if name not in fitting:
+        raise ConfigError(f"algorithm {name!r} does not exist; {nearest(name, fitting)}")
+    return fitting[name].with_settings(settings)

@@ -26,12 +26,9 @@ def arm_returns(
     out = returns.copy()
     if arm in (TREATMENT, "frozen") or not valid.any():
         return out
-    rng = np.random.Generator(np.random.Philox(derive(seed, arm)))
     if arm == "permuted":
-        for g in np.unique(group):
-            rows = np.flatnonzero((group == g) & valid)
-            out[rows] = out[rng.permutation(rows)]
-        return out
+        return out[arm_order(arm, group, valid, seed=seed)]
+    rng = np.random.Generator(np.random.Philox(derive(seed, arm)))
     true = returns[valid]
     if arm == "constant":
         out[valid] = true.mean()
@@ -41,3 +38,18 @@ def arm_returns(
     span = (low, high) if high > low else (0.0, 1.0)
     out[valid] = np.where(rng.random(len(true)) < rate, span[1], span[0])
     return out
+
+
+def arm_order(
+    arm: str, group: npt.NDArray[np.int64], valid: npt.NDArray[np.bool_], *, seed: int
+) -> npt.NDArray[np.int64]:
+    """int64[n]: whose judgement each row gets. Its own, but in the permuted arm, where the valid members
+    of each group exchange theirs; one order serves everything that is judged.
+    """
+    order = np.arange(len(group))
+    if arm == "permuted":
+        rng = np.random.Generator(np.random.Philox(derive(seed, arm)))
+        for g in np.unique(group):
+            rows = np.flatnonzero((group == g) & valid)
+            order[rows] = rng.permutation(rows)
+    return order

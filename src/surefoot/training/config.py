@@ -115,9 +115,13 @@ class OptimizerConfig(_Section):
 
 
 class SftStage(OptimizerConfig):
-    """Supervised cold start on oracle episodes; only the agent's own tokens are trained."""
+    """Supervised cold start: on oracle episodes ("sft") or on the policy's own ("rft",
+    "reward_weighted"); only the agent's own tokens are trained.
+    """
 
     kind: Literal["sft"]
+    algorithm: str = "sft"
+    settings: dict[str, float | int | str] = Field(default_factory=dict)
     episodes: Positive = 24
     epochs: Positive = 1
     batch_size: Positive = 4
@@ -126,12 +130,13 @@ class SftStage(OptimizerConfig):
 
 class RlStage(OptimizerConfig):
     """Reinforcement learning. ``settings`` overrides parts of the algorithm's row; a setting that the
-    row ignores is an error.
+    row ignores is an error. ``teacher``: the model that the algorithm distills from.
     """
 
     kind: Literal["rl"]
     algorithm: str = "grpo"
     settings: dict[str, float | int | str] = Field(default_factory=dict)
+    teacher: str | None = None
     group_size: Annotated[int, Field(ge=2)] = 8
     tasks_per_step: Positive = 8
     steps: Positive = 20
@@ -149,7 +154,37 @@ class RlStage(OptimizerConfig):
         return self
 
 
-Stage = Annotated[SftStage | RlStage, Field(discriminator="kind")]
+class PreferenceStage(OptimizerConfig):
+    """Learning from ranked pairs of episodes: of stored ``runs`` (folders), or of ``tasks`` x ``group_size``
+    episodes that the policy samples as the stage begins. ``pairs``: most pairs of a task; ``batch_size``:
+    pairs an update.
+    """
+
+    kind: Literal["preference"]
+    algorithm: str = "dpo"
+    settings: dict[str, float | int | str] = Field(default_factory=dict)
+    runs: tuple[str, ...] = ()
+    tasks: Positive = 32
+    group_size: Annotated[int, Field(ge=2)] = 8
+    pairs: Positive = 4
+    batch_size: Positive = 16
+    steps: Positive = 10
+    lr: Rate = 1e-6
+    checkpoint_every: Positive = 5
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PreferenceStage:
+        unused = sorted({"tasks", "group_size"} & self.model_fields_set) if self.runs else []
+        if unused:
+            raise ValueError(f"{unused[0]} has no effect beside runs; remove one of them")
+        return self
+
+
+Stage = Annotated[SftStage | RlStage | PreferenceStage, Field(discriminator="kind")]
+Learning = RlStage | PreferenceStage
+
+
+_KINDS: Mapping[str, type[BaseModel]] = {"sft": SftStage, "rl": RlStage, "preference": PreferenceStage}
 
 
 class EvaluationConfig(_Section):
@@ -170,7 +205,7 @@ class EvaluationConfig(_Section):
 
 
 class ControlsConfig(_Section):
-    """Arms that repeat every RL stage from the same start with a reward that teaches nothing."""
+    """Arms that repeat every stage after the cold start with a judgement that teaches nothing."""
 
     arms: tuple[Arm, ...] = ("permuted",)
 
@@ -202,7 +237,7 @@ class BudgetConfig(_Section):
 
 
 class RunConfig(_Section):
-    """A whole run. ``[[stage]]`` tables are run in order; RL stages come last."""
+    """A whole run. ``[[stage]]`` tables are run in order; supervised stages come first."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,80}$")]
     description: str = ""
@@ -223,12 +258,12 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _stages_and_controls(self) -> RunConfig:
         kinds = [stage.kind for stage in self.stage]
-        if kinds != sorted(kinds, key=lambda kind: kind == "rl"):
-            raise ValueError(f"stage kinds are {kinds}; supervised stages come before reinforcement ones")
-        if self.controls is not None and self.controls.arms and "rl" not in kinds:
-            raise ValueError("controls.arms has no effect without an rl stage; remove it")
-        if "rl" in kinds and self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0; an rl stage needs a temperature above 0 to explore")
+        if kinds != sorted(kinds, key=lambda kind: kind != "sft"):
+            raise ValueError(f"stage kinds are {kinds}; supervised stages come before all others")
+        if self.controls is not None and self.controls.arms and not self.learning:
+            raise ValueError("controls.arms has no effect without an rl or preference stage; remove it")
+        if self.learning and self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0; learning needs a temperature above 0 to explore")
         return self
 
     @property
@@ -237,14 +272,14 @@ class RunConfig(_Section):
         return tuple(stage for stage in self.stage if isinstance(stage, SftStage))
 
     @property
-    def reinforcement(self) -> tuple[RlStage, ...]:
-        """The reinforcement stages, which every control arm repeats."""
-        return tuple(stage for stage in self.stage if isinstance(stage, RlStage))
+    def learning(self) -> tuple[Learning, ...]:
+        """The stages after the cold start, which every control arm repeats."""
+        return tuple(stage for stage in self.stage if not isinstance(stage, SftStage))
 
     @property
     def arms(self) -> tuple[str, ...]:
         """Control arms to run."""
-        return self.controls.arms if self.controls is not None and self.reinforcement else ()
+        return self.controls.arms if self.controls is not None and self.learning else ()
 
 
 def parse_config(text: str, *, source: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -320,7 +355,7 @@ def _explain(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
 
 
 def _line(item: Any, data: Mapping[str, Any]) -> str:
-    path = [part for part in item["loc"] if part not in ("sft", "rl")]
+    path = [part for part in item["loc"] if part not in _KINDS]
     where = ".".join(str(part) for part in path) or "the recipe"
     if item["type"] == "extra_forbidden":
         return f"unknown key {where!r}; {nearest(str(path[-1]), _fields_at(item['loc']))}"
@@ -336,12 +371,11 @@ def _line(item: Any, data: Mapping[str, Any]) -> str:
 def _fields_at(location: Sequence[Any]) -> list[str]:
     """The valid keys of the table that ``location``'s last part stands in."""
     model: Any = RunConfig
-    kinds: Mapping[str, type[BaseModel]] = {"sft": SftStage, "rl": RlStage}
     for part in location[:-1]:
         if isinstance(part, int):
             continue
-        if part in kinds:
-            model = kinds[cast("str", part)]
+        if part in _KINDS:
+            model = _KINDS[cast("str", part)]
             continue
         field = model.model_fields.get(part)
         inner = [a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)] if field else []

@@ -24,18 +24,24 @@ from surefoot.learner import checkpoint
 from surefoot.learner.learner import Learner, OptimizerSettings
 from surefoot.runs import files
 from surefoot.runs.directory import Manifest, RunDirectory
-from surefoot.training.algorithms import Algorithm, algorithm
+from surefoot.training.algorithms import algorithm
 from surefoot.training.arms import TREATMENT
-from surefoot.training.config import RlStage, RunConfig, SftStage, parse_config, to_toml
+from surefoot.training.companions import value_head_of
+from surefoot.training.config import PreferenceStage, RlStage, RunConfig, SftStage, parse_config, to_toml
 from surefoot.training.measuring import measure
+from surefoot.training.preference import PreferenceTraining
 from surefoot.training.progress import Progress, Silent
+from surefoot.training.rl import RlTraining
 from surefoot.training.session import Session, Unit, resolve_rewards, resolve_variants
-from surefoot.training.stages import RlTraining, SftTraining
+from surefoot.training.sft import SftTraining
 
 START = "start"
 _STEP = re.compile(r"step-(\d+)$")
 _KEEP = 2  # checkpoints of an unfinished arm
 _SAID = 20  # lines about the steps of one stage, at least
+
+Stage = SftStage | RlStage | PreferenceStage
+Training = SftTraining | RlTraining | PreferenceTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,11 @@ def check_config(config: RunConfig) -> None:
     if cls.success_reward() not in [item.name for item in suite.rewards]:
         raise ConfigError(f"rewards.weights removes {cls.success_reward()!r}, which defines success")
     resolve_variants(config, cls)
-    for stage in config.reinforcement:
-        algorithm(stage.algorithm, stage.settings)
+    for stage in config.stage:
+        row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
+        if isinstance(stage, RlStage) and (stage.teacher is not None) != ("teacher" in row.needs):
+            what = "needs" if stage.teacher is None else "ignores"
+            raise ConfigError(f"stage rl: algorithm {row.name!r} {what} a teacher model")
 
 
 def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None) -> RunResult:
@@ -109,20 +118,20 @@ class _Run:
         version = self._train(START, config.cold_start, None)
         if config.cold_start:
             self._evaluate(START, variants, version)
-        if not config.reinforcement:
+        if not config.learning:
             return
         start = latest_checkpoint(self.run.checkpoint(START, 0).parent)
         assert start is not None
-        version = self._train(TREATMENT, config.reinforcement, start)
+        version = self._train(TREATMENT, config.learning, start)
         self._evaluate("final", variants, version)
         controls = variants if config.evaluation.control_variants == "all" else ("base",)
         for arm in config.arms:
-            version = self._train(arm, config.reinforcement, start)
+            version = self._train(arm, config.learning, start)
             self._evaluate(arm, controls, version)
 
     # training -----------------------------------------------------------------------------------
 
-    def _train(self, arm: str, stages: Sequence[SftStage | RlStage], base: Path | None) -> int:
+    def _train(self, arm: str, stages: Sequence[Stage], base: Path | None) -> int:
         """Run an arm's stages from ``base`` (None: the model as loaded), or from where it was left.
 
         Returns the arm's number of steps, which is the version of its last policy.
@@ -144,28 +153,28 @@ class _Run:
                 self._stage(arm, number, stage, training, first_step, done, latest, last=last)
                 latest = None
             first_step += training.steps
-            first_task += stage.tasks_per_step * stage.steps if isinstance(stage, RlStage) else 0
+            first_task += _tasks_of(stage)
         if not stages:
             learner = Learner(self.session.loaded.model, OptimizerSettings(), total_updates=0)
-            self._save(arm, learner, 0, finished=True)
+            self._save(arm, learner, None, 0, finished=True)
         return first_step
 
-    def _training(
-        self, stage: SftStage | RlStage, arm: str, number: int, first_task: int, first_step: int
-    ) -> SftTraining | RlTraining:
-        if isinstance(stage, SftStage):
-            return SftTraining(self.session, stage, arm)
+    def _training(self, stage: Stage, arm: str, number: int, first_task: int, first_step: int) -> Training:
+        row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
+        tag = stage.kind + (str(number) if number else "")
         shown = sum(item.episodes for item in self.config.cold_start)
-        row: Algorithm = algorithm(stage.algorithm, stage.settings)
-        tag = "rl" if number == 0 else f"rl{number}"
+        if isinstance(stage, SftStage):
+            return SftTraining(self.session, stage, row, arm, tag)
+        if isinstance(stage, PreferenceStage):
+            return PreferenceTraining(self.session, stage, row, arm, shown + first_task, tag)
         return RlTraining(self.session, stage, row, arm, shown + first_task, first_step, tag)
 
     def _stage(
         self,
         arm: str,
         number: int,
-        stage: SftStage | RlStage,
-        training: SftTraining | RlTraining,
+        stage: Stage,
+        training: Training,
         first: int,
         done: int,
         latest: Path | None,
@@ -176,10 +185,13 @@ class _Run:
         gc.collect()
         learner = self._learner(stage, training.steps)
         begin = max(done - first, 0)
-        if latest is not None:
-            checkpoint.load(latest, learner, optimizer=begin > 0)
-        training.prepare()
-        every = stage.checkpoint_every if isinstance(stage, RlStage) else training.steps
+        if latest is not None and not begin:
+            checkpoint.load_weights(latest, learner.model)
+        training.prepare(learner)
+        if latest is not None and begin:
+            state = checkpoint.load(latest, learner, companions=training.companions)
+            training.restore(state["training"])
+        every = training.steps if isinstance(stage, SftStage) else stage.checkpoint_every
         for index in range(begin, training.steps):
             result = training.step(index, learner)
             line = {"arm": arm, "stage": stage.kind, "stage_number": number, "step": first + index}
@@ -188,30 +200,46 @@ class _Run:
             if end or (index + 1) % max(1, training.steps // _SAID) == 0:
                 self.progress.say(_step_line(arm, index, training.steps, result.metrics))
             if end or (index + 1) % every == 0:
-                self._save(arm, learner, first + index + 1, finished=end and last, optimizer=not end)
+                self._save(
+                    arm, learner, training, first + index + 1, finished=end and last, optimizer=not end
+                )
 
-    def _learner(self, stage: SftStage | RlStage, steps: int) -> Learner:
+    def _learner(self, stage: Stage, steps: int) -> Learner:
         settings = OptimizerSettings(
             stage.lr, stage.betas, 1e-8, stage.weight_decay, stage.clip_norm, stage.warmup, stage.schedule
         )
         updates = steps * (stage.updates_per_step if isinstance(stage, RlStage) else 1)
         config = self.config.learner
+        row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
+        model = self.session.loaded.model
+        critic = "critic" in row.needs
         return Learner(
-            self.session.loaded.model,
+            model,
             settings,
             total_updates=updates,
             tokens_per_batch=config.tokens_per_batch,
             chunk=config.chunk,
             checkpoint_activations=config.checkpoint_activations,
+            value_head=value_head_of(model) if critic else None,
+            value_lr=float(row.settings["value_lr"]) if critic else 0.0,
         )
 
     def _save(
-        self, arm: str, learner: Learner, global_step: int, *, finished: bool, optimizer: bool = False
+        self,
+        arm: str,
+        learner: Learner,
+        training: Training | None,
+        global_step: int,
+        *,
+        finished: bool,
+        optimizer: bool = False,
     ) -> None:
         began, cpu = time.perf_counter(), time.process_time()
-        state = {"arm": arm, "global_step": global_step, "finished": finished}
+        own = training.state() if training is not None else {}
+        state = {"arm": arm, "global_step": global_step, "finished": finished, "training": own}
         path = self.run.checkpoint(arm, global_step)
-        checkpoint.save(path, learner, state, optimizer=optimizer)
+        beside = training.companions if training is not None and optimizer else {}
+        checkpoint.save(path, learner, state, optimizer=optimizer, companions=beside)
         for old in sorted(path.parent.glob("step-*"))[: -1 if finished else -_KEEP]:
             shutil.rmtree(old)
         self.session.spent(Unit("", arm, "checkpoint", global_step, "checkpoint"), began, cpu)
@@ -265,6 +293,15 @@ class _Run:
             return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise StorageError(f"{path} cannot be read: {error}; delete it to measure again") from error
+
+
+def _tasks_of(stage: Stage) -> int:
+    """Training tasks that a stage uses up, so that the next one begins with fresh ones."""
+    if isinstance(stage, RlStage):
+        settings = algorithm(stage.algorithm, stage.settings).settings
+        rounds = 1 + int(settings["filter_rounds"]) if settings.get("filter") == "dynamic" else 1
+        return stage.tasks_per_step * stage.steps * rounds
+    return 0 if isinstance(stage, SftStage) or stage.runs else stage.tasks
 
 
 def _step_line(arm: str, index: int, total: int, metrics: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from surefoot.core.errors import BudgetReached, ConfigError, SignalError, nearest
 from surefoot.core.loading import load_target
-from surefoot.core.types import Group, Split, StopReason, Task, Trajectory, Unscored
+from surefoot.core.types import Group, Sampling, Split, StopReason, Task, Trajectory, Unscored
 from surefoot.economics.ledger import Budget, Ledger
 from surefoot.engines.local import LocalEngine
 from surefoot.envs.base import Environment
@@ -159,17 +159,29 @@ class Session:
             raise ConfigError(f"{self.cls.name} has no task in split {split!r}, variant {variant!r}")
         return [known[i % len(known)] for i in range(first, first + count)]
 
-    def collect(self, unit: Unit, tasks: Sequence[Task], *, members: int, seed: int) -> list[Group]:
-        """Groups of ``members`` episodes of each task, from the store or played now."""
-        return self._collect(unit, tasks, members, seed, oracle=False)
+    def collect(
+        self,
+        unit: Unit,
+        tasks: Sequence[Task],
+        *,
+        members: int,
+        seed: int,
+        sampling: Sampling | None = None,
+    ) -> list[Group]:
+        """Groups of ``members`` episodes of each task, from the store or played now.
+
+        ``sampling`` replaces the run's distribution, e.g. by the greedy one.
+        """
+        return self._collect(unit, tasks, members, seed, sampling or self.sampling)
 
     def perform(self, unit: Unit, tasks: Sequence[Task]) -> list[Group]:
         """One oracle episode of each task, from the store or played now."""
-        return self._collect(unit, tasks, 1, 0, oracle=True)
+        return self._collect(unit, tasks, 1, 0, None)
 
     def _collect(
-        self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, *, oracle: bool
+        self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, sampling: Sampling | None
     ) -> list[Group]:
+        """Without ``sampling`` the oracle plays."""
         if self.store.exists(unit.name):
             return self.store.read(unit.name)
         self.check_budget()
@@ -184,16 +196,16 @@ class Session:
                 self.progress.advance()
 
             hooks = Hooks(on_episode, lambda kind, fields: self.run.event(kind, **fields), self._stopping)
-            if oracle:
+            if sampling is None:
                 groups = asyncio.run(self.rollouts.perform(tasks, name=unit.name, hooks=hooks))
             else:
-                groups = self._sample(unit, tasks, members, seed, hooks)
+                groups = self._sample(unit, tasks, members, seed, hooks, sampling)
         self.spent(unit, began, cpu)
         self._keep(unit, groups)
         return groups
 
     def _sample(
-        self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, hooks: Hooks
+        self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, hooks: Hooks, sampling: Sampling
     ) -> list[Group]:
         """Variant after variant: the tasks of one share their instructions and tools, and so their cache."""
         groups: list[Group] = []
@@ -201,7 +213,7 @@ class Session:
             collected = self.rollouts.collect(
                 list(own),
                 members=members,
-                sampling=self.sampling,
+                sampling=sampling,
                 name=unit.name,
                 seed=seed,
                 hooks=hooks,

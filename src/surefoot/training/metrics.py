@@ -1,0 +1,59 @@
+"""The metrics that every kind of step reports, free of times so that they repeat bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from surefoot.learner.learner import Learner, UpdateReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Metrics of one step."""
+
+    metrics: dict[str, Any]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean, None of nothing."""
+    return float(np.mean(values)) if len(values) else None
+
+
+def nothing(learner: Learner) -> UpdateReport:
+    """The report of a step without an update."""
+    lr = learner.settings.lr * learner.settings.factor(learner.updates, learner.total_updates)
+    return UpdateReport({}, 0.0, lr, 0, 0, 0, stepped=False, reason="no update in this arm or batch")
+
+
+def common(report: UpdateReport) -> dict[str, Any]:
+    """What every update reports."""
+    return {
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "trained_tokens": report.trained_tokens,
+        "packed_tokens": report.packed_tokens,
+        "stepped": report.stepped,
+    }
+
+
+def merge(reports: Sequence[UpdateReport]) -> dict[str, Any]:
+    """Means of the losses' sums over the updates that ran; counts added up."""
+    ran = [report for report in reports if report.metrics]
+    weight = sum(report.metrics["weight"] for report in ran)
+    out: dict[str, Any] = {
+        "loss": sum(report.metrics["loss"] for report in ran) if ran else None,
+        "grad_norm": max((report.grad_norm for report in reports), default=0.0),
+        "lr": reports[-1].lr if reports else None,
+        "trained_tokens": sum(report.trained_tokens for report in reports),
+        "packed_tokens": sum(report.packed_tokens for report in reports),
+        "stepped": any(report.stepped for report in reports),
+    }
+    named = {name for report in ran for name in report.metrics} - {"loss", "weight"}
+    always = ("clip_fraction", "approx_kl", "entropy", "mismatch_kl")
+    for name in (*always, *sorted(named - set(always))):
+        out[name] = sum(report.metrics[name] for report in ran) / weight if ran and weight else None
+    return out

@@ -1,0 +1,287 @@
+"""The preference stage, and the update on ranked pairs that online preference learning shares with it.
+
+A pair's loss is a function of the two trajectories' log-probs, so its gradient is taken in two passes:
+first the sums without gradient, then the derivative by each sum as a coefficient on its tokens. That is
+exact, and no micro-batch needs both sides at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import ConfigError, SignalError
+from surefoot.core.seeds import derive
+from surefoot.core.types import Group, Sampling, Trajectory
+from surefoot.evaluation.summary import success_of
+from surefoot.learner.batch import Example
+from surefoot.learner.checkpoint import Companions
+from surefoot.learner.learner import Learner
+from surefoot.objectives.preference import (
+    Pairs,
+    PreferenceLoss,
+    Unpaired,
+    kto_baseline,
+    pairs_by_rule,
+    preference,
+)
+from surefoot.runs.directory import RunDirectory
+from surefoot.runs.store import TrajectoryStore
+from surefoot.training.algorithms import Algorithm, Settings
+from surefoot.training.companions import Beside
+from surefoot.training.config import PreferenceStage, parse_config
+from surefoot.training.losses import linear_loss
+from surefoot.training.metrics import StepResult, common, nothing
+from surefoot.training.session import Session, Unit
+from surefoot.training.signal import Batch, example_of, read_batch
+
+_PLAIN = Sampling()  # preferences are defined on the model's own distribution
+_TRAIN_SEED = 0
+
+
+def rank_pairs(batch: Batch, *, limit: int | None, seed: int) -> tuple[list[int], list[int]]:
+    """Rows of (chosen, rejected): correct first, then fewer calls, then shorter."""
+    chosen, rejected = pairs_by_rule(
+        torch.from_numpy(batch.success),
+        torch.from_numpy(batch.calls),
+        torch.from_numpy(batch.lengths),
+        torch.from_numpy(batch.group),
+        torch.from_numpy(batch.valid),
+        limit=limit,
+        seed=seed,
+    )
+    return chosen.tolist(), rejected.tolist()
+
+
+class PairUpdate:
+    """One optimiser step of a preference loss on examples."""
+
+    def __init__(self, name: str, settings: Settings, beside: Beside, learner: Learner) -> None:
+        self.loss = preference(name, settings)
+        self.beside, self.learner = beside, learner
+
+    def step(
+        self, pairs: Sequence[tuple[Example, Example]], *, rows: Sequence[tuple[int, int]]
+    ) -> tuple[dict[int, float], dict[str, Any]]:
+        """``rows`` numbers the examples, so that one in several pairs is computed once.
+
+        Returns (row -> minus the loss's derivative by its log-prob, which acts as an advantage; metrics).
+        """
+        if not pairs:
+            return {}, {"pairs": 0, "loss": None, **common(nothing(self.learner))}
+        found: dict[int, Example] = {}
+        for two, ends in zip(pairs, rows, strict=True):
+            found.update(zip(ends, two, strict=True))
+        numbers = sorted(found)
+        place = {row: i for i, row in enumerate(numbers)}
+        examples = [found[row] for row in numbers]
+        chosen = torch.tensor([place[a] for a, _ in rows])
+        rejected = torch.tensor([place[b] for _, b in rows])
+        sums = _sums(self.learner.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
+        reference = self._reference(examples)
+        if self.loss.paired:
+            part = self.loss(self._pairs(examples, sums, reference, chosen, rejected))
+        else:
+            part = self.loss(self._unpaired(examples, sums, reference, chosen, rejected))
+        return self._apply(examples, numbers, sums, part, len(pairs))
+
+    def _reference(self, examples: Sequence[Example]) -> Tensor | None:
+        if not self.loss.reference:
+            return None
+        return _sums(self.beside.scores(self.beside.reference, examples, _PLAIN))
+
+    def _pairs(
+        self,
+        examples: Sequence[Example],
+        sums: Tensor,
+        reference: Tensor | None,
+        chosen: Tensor,
+        rejected: Tensor,
+    ) -> Pairs:
+        lengths = torch.tensor([example.trained for example in examples])
+        return Pairs(
+            sums[chosen],
+            sums[rejected],
+            torch.full((len(chosen),), 1.0 / len(chosen), dtype=torch.float64),
+            None if reference is None else reference[chosen],
+            None if reference is None else reference[rejected],
+            lengths[chosen],
+            lengths[rejected],
+        )
+
+    def _unpaired(
+        self,
+        examples: Sequence[Example],
+        sums: Tensor,
+        reference: Tensor | None,
+        chosen: Tensor,
+        rejected: Tensor,
+    ) -> Unpaired:
+        """Every example of a pair once: chosen ones are desirable. z from answers to the wrong task."""
+        assert reference is not None
+        good = torch.zeros(len(examples), dtype=torch.bool)
+        good[chosen] = True
+        wrong = mismatched(examples)
+        z = torch.zeros((), dtype=torch.float64)
+        if wrong:
+            policy = _sums(self.learner.frozen_scores(wrong, _PLAIN)[0])
+            z = kto_baseline(policy, _sums(self.beside.scores(self.beside.reference, wrong, _PLAIN)))
+        del rejected
+        weights = torch.full((len(examples),), 1.0 / len(examples), dtype=torch.float64)
+        return Unpaired(sums, reference, good, weights, z)
+
+    def _apply(
+        self, examples: Sequence[Example], rows: Sequence[int], sums: Tensor, part: PreferenceLoss, pairs: int
+    ) -> tuple[dict[int, float], dict[str, Any]]:
+        (slope,) = torch.autograd.grad(part.loss, sums)
+        slopes: list[float] = slope.tolist()
+        shifted = [
+            Example(e.segments, e.behaviour, np.full(e.trained, c), e.turns)
+            for e, c in zip(examples, slopes, strict=True)
+        ]
+        report = self.learner.update(shifted, linear_loss, sampling=_PLAIN)
+        metrics = {
+            "pairs": pairs,
+            "loss": float(part.loss.detach()),
+            "accuracy": float(part.accuracy / part.weight),
+            "reward_chosen": float(part.chosen / part.chosen_weight),
+            "reward_rejected": float(part.rejected / part.rejected_weight),
+        }
+        credit = {row: -c for row, c in zip(rows, slopes, strict=True)}
+        return credit, {**metrics, **common(report)}
+
+
+def mismatched(examples: Sequence[Example]) -> list[Example]:
+    """Each example's first segment after the opening of another task; empty when all share one opening."""
+    openings = [_opening(example) for example in examples]
+    distinct = list({opening.tobytes(): opening for opening in openings}.values())
+    if len(distinct) < 2:
+        return []
+    following = {a.tobytes(): b for a, b in zip(distinct, [*distinct[1:], distinct[0]], strict=True)}
+    found: list[Example] = []
+    for example, opening in zip(examples, openings, strict=True):
+        tokens, mask = example.segments[0]
+        other = following[opening.tobytes()]
+        cut = len(opening)
+        changed = np.concatenate([other, tokens[cut:]]).astype(np.int32)
+        new_mask = np.concatenate([np.zeros(len(other), np.bool_), mask[cut:]])
+        kept = int(new_mask.sum())
+        found.append(
+            Example(((changed, new_mask),), example.behaviour[:kept], np.zeros(kept), np.array([kept]))
+        )
+    return found
+
+
+def _opening(example: Example) -> np.ndarray[Any, np.dtype[np.int32]]:
+    tokens, mask = example.segments[0]
+    return tokens[: int(np.argmax(mask))] if mask.any() else tokens
+
+
+def _sums(parts: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> Tensor:
+    return torch.tensor([float(part.sum()) for part in parts], dtype=torch.float64)
+
+
+class PreferenceTraining:
+    """Steps on pairs ranked once: from stored runs, or from episodes of the policy as the stage begins."""
+
+    def __init__(
+        self, session: Session, stage: PreferenceStage, row: Algorithm, arm: str, first_task: int, tag: str
+    ) -> None:
+        self.session, self.stage, self.row, self.arm, self.tag = session, stage, row, arm, tag
+        self.first_task = first_task
+        self.steps = stage.steps
+        self._beside: Beside | None = None
+        self._examples: list[Example] = []
+        self._pairs: list[tuple[int, int]] = []
+
+    @property
+    def beside(self) -> Beside:
+        """The models beside the policy. Only after ``prepare``."""
+        assert self._beside is not None, "prepare comes first"
+        return self._beside
+
+    @property
+    def companions(self) -> Companions:
+        """What a checkpoint holds beside the policy."""
+        return self.beside.companions
+
+    def state(self) -> dict[str, Any]:
+        """Nothing beside weights."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def prepare(self, learner: Learner) -> None:
+        """Gather and rank the episodes. Raises SignalError when no pair differs."""
+        self._beside = Beside(self.row, learner, self.session.config, teacher=None, steps=self.steps)
+        groups = self._stored() if self.stage.runs else self._sampled()
+        seed = derive(self.session.config.seed, self.tag, "pairs")
+        batch = read_batch(groups, arm=self.arm, seed=seed, won=self._won)
+        chosen, rejected = rank_pairs(batch, limit=self.stage.pairs, seed=seed)
+        if not chosen:
+            raise SignalError(
+                f"stage preference: none of {len(groups)} groups has a solved episode and a worse one; "
+                "sample more tasks, or start from a policy that solves some"
+            )
+        self._examples = [example_of(t) for t in batch.trajectories]
+        self._pairs = list(zip(chosen, rejected, strict=True))
+        self.session.progress.begin(f"{self.arm}: {self.row.name}", self.steps)
+
+    def _won(self, trajectory: Trajectory) -> float | None:
+        reward = self.session.success_reward
+        return success_of(trajectory, reward.name, reward.span[1])
+
+    def _sampled(self) -> list[Group]:
+        session, stage = self.session, self.stage
+        tasks = session.tasks("train", "base", seed=_TRAIN_SEED, first=self.first_task, count=stage.tasks)
+        session.progress.begin(f"{self.arm}: episodes to rank", len(tasks) * stage.group_size)
+        unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, self.tag, 0, "rollout")
+        seed = derive(session.config.seed, self.tag, "samples")
+        return session.collect(unit, tasks, members=stage.group_size, seed=seed)
+
+    def _stored(self) -> list[Group]:
+        """Training episodes of other runs with the same model and environment. Raises ConfigError."""
+        config, found = self.session.config, list[Group]()
+        for name in self.stage.runs:
+            run = RunDirectory.open(Path(name), writable=False)
+            theirs = parse_config(run.config_toml, source=str(run.config))
+            for what, own, other in (
+                ("model", config.model.name, theirs.model.name),
+                ("environment", config.environment.name, theirs.environment.name),
+            ):
+                if own != other:
+                    raise ConfigError(f"stage preference: run {name} has {what} {other!r}, not {own!r}")
+            store = TrajectoryStore(run)
+            for unit in store.names():
+                found.extend(
+                    g for g in store.read(unit) if g.task.split == "train" and len(g.trajectories) > 1
+                )
+        if not found:
+            raise ConfigError(f"stage preference: {list(self.stage.runs)} hold no group of training episodes")
+        return found
+
+    def step(self, index: int, learner: Learner) -> StepResult:
+        """One update on the next batch of pairs; every pass has its own order."""
+        per_pass = math.ceil(len(self._pairs) / self.stage.batch_size)
+        turn, place = divmod(index, per_pass)
+        rng = np.random.Generator(np.random.Philox(derive(self.session.config.seed, self.tag, turn)))
+        order = rng.permutation(len(self._pairs))[place * self.stage.batch_size :][: self.stage.batch_size]
+        rows = [self._pairs[i] for i in order]
+        unit = Unit("", self.arm, self.tag, index, "update")
+        began, cpu = time.perf_counter(), time.process_time()
+        if self.arm == "frozen":
+            metrics: dict[str, Any] = common(nothing(learner))
+        else:
+            update = PairUpdate(self.row.name, self.row.settings, self.beside, learner)
+            _, metrics = update.step([(self._examples[a], self._examples[b]) for a, b in rows], rows=rows)
+        self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]))
+        self.session.progress.advance()
+        return StepResult(metrics)

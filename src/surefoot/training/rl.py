@@ -1,0 +1,529 @@
+"""The reinforcement-learning stage: collect groups, filter, take credit, update.
+
+Reads an algorithm's row as data; must not know its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot.core.errors import DataError
+from surefoot.core.seeds import derive
+from surefoot.core.types import Group, Scored, Trajectory, Unscored
+from surefoot.credit import filters, group_statistics, steps
+from surefoot.evaluation.summary import success_of
+from surefoot.learner.batch import Example, Float64
+from surefoot.learner.checkpoint import Companions
+from surefoot.learner.learner import Learner, UpdateReport
+from surefoot.learner.utterance import Turns, fit_critic, turn_advantages
+from surefoot.objectives import decoupled, icepop, truncated_importance
+from surefoot.objectives.entropy import AdaptiveCoefficient, clip_cov, kl_cov
+from surefoot.training.algorithms import Algorithm, Credited
+from surefoot.training.companions import Beside, split
+from surefoot.training.config import RlStage
+from surefoot.training.losses import RlLoss
+from surefoot.training.metrics import StepResult, common, mean, merge, nothing
+from surefoot.training.preference import PairUpdate, rank_pairs
+from surefoot.training.session import Session, Unit
+from surefoot.training.signal import Batch, CreditInput, credit_input, example_of, read_batch
+
+# Engine and learner hold the same weights at a step's first update, so they must agree this well.
+_MISMATCH_LIMIT = 1e-3
+_TRAIN_SEED = 0
+_FIRST_COEFFICIENT = 0.0  # of the entropy, where a target moves it
+
+
+class RlTraining:
+    """On-policy steps, or steps on samples of at most ``staleness`` versions ago."""
+
+    def __init__(
+        self,
+        session: Session,
+        stage: RlStage,
+        row: Algorithm,
+        arm: str,
+        first_task: int,
+        first_step: int,
+        tag: str,
+    ) -> None:
+        self.session, self.stage, self.row, self.arm = session, stage, row, arm
+        self.first_task, self.first_step, self.tag = first_task, first_step, tag
+        self.steps = stage.steps
+        self.staleness = int(row.settings.get("staleness", 0))
+        self._coefficient = _FIRST_COEFFICIENT
+        self._beside: Beside | None = None
+
+    def prepare(self, learner: Learner) -> None:
+        """Build what the algorithm needs beside the policy, from the policy as it is."""
+        self._beside = Beside(
+            self.row, learner, self.session.config, teacher=self.stage.teacher, steps=self.steps
+        )
+        self.session.progress.begin(f"{self.arm}: {self.row.name}", self.steps * self._episodes)
+
+    @property
+    def beside(self) -> Beside:
+        """The models beside the policy. Only after ``prepare``."""
+        assert self._beside is not None, "prepare comes first"
+        return self._beside
+
+    @property
+    def companions(self) -> Companions:
+        """What a checkpoint holds beside the policy."""
+        return self.beside.companions
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this stage beside weights."""
+        return {"entropy_coefficient": self._coefficient}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's :meth:`state`."""
+        self._coefficient = float(state["entropy_coefficient"])
+
+    @property
+    def _episodes(self) -> int:
+        return self.stage.tasks_per_step * self.stage.group_size
+
+    # collecting -----------------------------------------------------------------------------------
+
+    def step(self, index: int, learner: Learner) -> StepResult:
+        """One rollout and its updates. A policy's version is the number of steps that made it."""
+        self.session.engine.new_version(self.first_step + index)
+        reset = int(self.row.settings.get("kl_reset_every", 0))
+        if reset and index and index % reset == 0:
+            self.beside.reset_reference()
+        groups = self._sample(index)
+        unit = self._unit(index)
+        began, cpu = time.perf_counter(), time.process_time()
+        seed = derive(self.session.config.seed, self.tag, index)
+        batch = self._read(groups, seed)
+        greedy = self._greedy(index, groups) if "greedy" in self.row.needs else None
+        metrics = {**self._signal(batch), **self._learn(unit, batch, learner, seed, greedy)}
+        self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
+        return StepResult({**self._describe(groups), **metrics})
+
+    def _unit(self, index: int, suffix: str = "") -> Unit:
+        name = f"{self.arm}-{self.tag}-{index:06d}{suffix}"
+        return Unit(name, self.arm, self.tag, index, "rollout")
+
+    def _sample(self, index: int) -> list[Group]:
+        """The groups of a step. Sampling runs ``staleness`` steps ahead of training, with today's weights."""
+        for ahead in range(index, min(index + self.staleness, self.steps - 1) + 1):
+            if ahead == index or not self.session.store.exists(self._unit(ahead).name):
+                groups = self._collect(ahead, 0, self.stage.tasks_per_step)
+                if ahead == index:
+                    own = groups
+        if self.row.settings.get("filter") == "dynamic":
+            own = self._refilled(index, own)  # pyright: ignore[reportPossiblyUnboundVariable]  the range holds index
+        return own  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _collect(self, index: int, round_: int, count: int) -> list[Group]:
+        """Round 0 takes the step's own tasks; refills take tasks that no step of the stage plans."""
+        per_step = self.stage.tasks_per_step
+        first = self.first_task + index * per_step
+        if round_:
+            rounds = int(self.row.settings["filter_rounds"])
+            first = self.first_task + (self.steps + index * rounds + round_) * per_step
+        unit = self._unit(index, f"-refill{round_}" if round_ else "")
+        tasks = self.session.tasks("train", "base", seed=_TRAIN_SEED, first=first, count=count)
+        seed = derive(self.session.config.seed, self.tag, index, *([round_] if round_ else []))
+        return self.session.collect(unit, tasks, members=self.stage.group_size, seed=seed)
+
+    def _refilled(self, index: int, groups: list[Group]) -> list[Group]:
+        """Live groups up to the wanted number, from further rounds while some are missing (DAPO)."""
+        wanted = self.stage.tasks_per_step
+        refill = filters.Refill(wanted, int(self.row.settings["filter_rounds"]))
+        live = [group for group in groups if _live(group)]
+        refill = refill.add(sampled=len(groups), live=len(live))
+        while not refill.done:
+            more = self._collect(index, refill.rounds, refill.request)
+            fresh = [group for group in more if _live(group)]
+            live.extend(fresh)
+            refill = refill.add(sampled=len(more), live=len(fresh))
+        return live[:wanted]
+
+    def _greedy(self, index: int, groups: Sequence[Group]) -> Float64:
+        """The return of the greedy episode of each trajectory's task: float64[n]."""
+        unit = self._unit(index, "-greedy")
+        greedy = replace(self.session.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        seed = derive(self.session.config.seed, self.tag, index, "greedy")
+        tasks = [group.task for group in groups]
+        found = self.session.collect(unit, tasks, members=1, seed=seed, sampling=greedy)
+        values = [group.trajectories[0].value for group in found]
+        counts = [len(group.trajectories) for group in groups]
+        return np.repeat(np.array([np.nan if v is None else v for v in values]), counts)
+
+    def _read(self, groups: Sequence[Group], seed: int) -> Batch:
+        reward = self.session.success_reward
+
+        def won(trajectory: Trajectory) -> float | None:
+            return success_of(trajectory, reward.name, reward.span[1])
+
+        batch = read_batch(groups, arm=self.arm, seed=seed, won=won)
+        cache = int(self.row.settings.get("soft_overlong", 0))
+        if cache:
+            most = self.session.sampling.max_tokens * self.session.cls.horizon
+            penalty = filters.soft_overlong(batch.lengths, max_length=most, cache=min(cache, most))
+            batch = replace(batch, returns=batch.returns + np.where(batch.valid, penalty, 0.0))
+        return self._filtered(batch, seed)
+
+    def _filtered(self, batch: Batch, seed: int) -> Batch:
+        """The members that are trained on. Dynamic sampling has dropped its groups before."""
+        kind, settings = self.row.settings.get("filter", "none"), self.row.settings
+        if not batch.valid.any():
+            return batch
+        if kind == "variance":
+            share = float(settings["filter_share"])
+            kept = filters.variance_filter(batch.returns, batch.group, batch.valid, share=share).keep
+            return batch.take(np.flatnonzero(kept))
+        if kind == "duplicate":
+            copies = filters.duplicate_live(batch.returns, batch.group, batch.valid, seed=seed)
+            return batch.take(copies.rows, copies.group) if len(copies.rows) else batch
+        if kind == "roc":
+            mode: Any = settings["roc_mode"]
+            results = [[r for turn in t.turns for r in turn.tool_results] for t in batch.trajectories]
+            failed = np.array([sum(not r.ok for r in found) for found in results])
+            penalty = filters.tool_penalty(failed, np.array([len(found) for found in results]))
+            kept = filters.resample_on_correct(
+                batch.returns,
+                batch.group,
+                penalty,
+                batch.valid,
+                keep=int(settings["keep"]) or max(self.stage.group_size // 2, 2),
+                mode=mode,
+                minimum=(1, 1),
+                seed=seed if mode == "sample" else None,
+            ).keep
+            return batch.take(np.flatnonzero(kept)) if kept.any() else batch
+        return batch
+
+    # learning -------------------------------------------------------------------------------------
+
+    def _learn(
+        self, unit: Unit, batch: Batch, learner: Learner, seed: int, greedy: Float64 | None
+    ) -> dict[str, Any]:
+        if self.arm == "frozen" or not batch.valid.any():
+            self._keep_credit(unit, batch, [np.zeros(n) for n in batch.lengths])
+            return common(nothing(learner))
+        if self.row.credit is None:
+            return self._learn_pairs(unit, batch, learner, seed)
+        examples = [example_of(t) for t in batch.trajectories]
+        columns = self._columns(examples)
+        given, columns = self._credit_input(batch, examples, columns, learner, greedy, seed)
+        credited = self.row.credit(given, self.row.settings)
+        advantages = split(credited.advantages, examples)
+        if self.row.settings.get("filter") == "overlong":
+            advantages = [a * (not t.truncated) for a, t in zip(advantages, batch.trajectories, strict=True)]
+        self._keep_credit(unit, batch, advantages)
+        columns |= self._critic_columns(credited, given, examples)
+        columns |= self._covariance(given, credited, seed, examples)
+        metrics = self._updates(batch, examples, advantages, columns, learner)
+        if self.beside.implicit is not None:
+            metrics |= self._learn_implicit(batch, examples, given)
+        return {**metrics, **_credit_metrics(advantages, batch)}
+
+    def _columns(self, examples: Sequence[Example]) -> dict[str, list[Float64]]:
+        """Log-probs that must be taken before the weights move."""
+        sampling, found = self.session.sampling, dict[str, list[Float64]]()
+        if self.beside.reference is not None:
+            found["reference"] = self.beside.scores(self.beside.reference, examples, sampling)
+        correction = str(self.row.settings["correction"])
+        if self.staleness or correction in ("tis", "tis_sequence", "icepop", "decoupled"):
+            found["proximal"] = self.beside.learner.frozen_scores(examples, sampling)[0]
+        if correction not in ("none", "sequence_mask"):
+            found["correction"] = self._corrections(correction, examples, found["proximal"])
+        return found
+
+    def _corrections(
+        self, kind: str, examples: Sequence[Example], proximal: Sequence[Float64]
+    ) -> list[Float64]:
+        new = torch.from_numpy(np.concatenate(proximal))
+        old = torch.from_numpy(np.concatenate([e.behaviour.astype(np.float64) for e in examples]))
+        cap = float(self.row.settings["correction_cap"])
+        if kind == "decoupled":
+            weight = decoupled(new, old, cap=cap)
+        elif kind == "icepop":
+            weight = icepop(new, old, low=1.0 / cap, high=cap)
+        elif kind == "tis":
+            weight = truncated_importance(new, old, cap=cap)
+        else:
+            counts = torch.tensor([example.trained for example in examples])
+            sequence = torch.arange(len(examples)).repeat_interleave(counts)
+            weight = truncated_importance(new, old, cap=cap, level="sequence", sequence=sequence)
+        return split(weight, examples)
+
+    def _credit_input(
+        self,
+        batch: Batch,
+        examples: Sequence[Example],
+        columns: dict[str, list[Float64]],
+        learner: Learner,
+        greedy: Float64 | None,
+        seed: int,
+    ) -> tuple[CreditInput, dict[str, list[Float64]]]:
+        """The credit's inputs, and the columns less those that the loss does not read."""
+        settings, sampling, extra = self.row.settings, self.session.sampling, dict[str, Any]()
+        if greedy is not None:
+            # A greedy episode that could not be scored takes its task out of the batch.
+            extra["greedy"] = torch.from_numpy(np.nan_to_num(greedy))
+            batch = replace(batch, valid=batch.valid & np.isfinite(greedy))
+        if "reference" in columns and settings["kl_place"] == "reward":
+            pairs = zip(examples, columns.pop("reference"), strict=True)
+            price = [-float(settings["kl_coef"]) * (e.behaviour - ref) for e, ref in pairs]
+            extra["penalty"] = torch.from_numpy(np.concatenate(price).astype(np.float64))
+            if "critic" not in self.row.needs:
+                total = np.array([part.sum() for part in price])
+                batch = replace(batch, returns=np.where(batch.valid, batch.returns + total, 0.0))
+        given = credit_input(batch, extra.pop("penalty", None))
+        if "critic" in self.row.needs:
+            extra["values"] = _flat(learner.frozen_scores(examples, sampling)[1])
+        if self.beside.implicit is not None:
+            scores = self.beside.implicit.frozen_scores(examples, sampling)[0]
+            behaviour = np.concatenate([e.behaviour for e in examples])
+            extra["log_ratio"] = _flat(scores) - torch.from_numpy(behaviour.astype(np.float64))
+            extra["learned"] = self.beside.implicit.updates > 0
+        if self.beside.teacher is not None:
+            extra["teacher"] = _flat(self.beside.scores(self.beside.teacher, examples, sampling))
+        given = replace(given, **extra)
+        if "utterance_critic" in self.row.needs:
+            given = replace(given, values=self._utterance_values(given, examples, seed))
+        return given, columns
+
+    def _utterance_values(self, given: CreditInput, examples: Sequence[Example], seed: int) -> torch.Tensor:
+        """A = min Q - min V of each turn on its tokens, from a critic fitted to this step's turns.
+
+        The critic is fitted anew each step on the trunk's present states: no state to keep, and no
+        features of weights that are gone.
+        """
+        settings = self.row.settings
+        before, after = self.beside.states(examples)
+        keep = given.valid[given.trajectory]
+        own = Turns(before[keep], after[keep], given.step_rewards[keep], given.trajectory[keep])
+        critic = fit_critic(
+            own,
+            gamma=float(settings["gamma"]),
+            epochs=int(settings["critic_epochs"]),
+            lr=float(settings["value_lr"]),
+            polyak=float(settings["polyak"]),
+            seed=seed,
+        )
+        everyone = Turns(before, after, given.step_rewards, given.trajectory)
+        return steps.steps_to_tokens(turn_advantages(critic, everyone), given.step_lengths)
+
+    def _critic_columns(
+        self, credited: Credited, given: CreditInput, examples: Sequence[Example]
+    ) -> dict[str, list[Float64]]:
+        if credited.targets is None or given.values is None:
+            return {}
+        has = torch.isfinite(credited.targets)
+        return {
+            "old_values": split(given.values, examples),
+            "targets": split(torch.where(has, credited.targets, 0.0), examples),
+            "has_target": split(has.double(), examples),
+        }
+
+    def _covariance(
+        self, given: CreditInput, credited: Credited, seed: int, examples: Sequence[Example]
+    ) -> dict[str, list[Float64]]:
+        kind = self.row.settings["covariance"]
+        if kind == "none":
+            return {}
+        valid = given.valid.repeat_interleave(given.lengths)
+        if kind == "kl":
+            held = kl_cov(given.behaviour, credited.advantages, valid=valid)
+            return {"held": split(held.double(), examples)}
+        clipped = torch.zeros_like(valid)  # nothing is clipped yet at a ratio of 1
+        chosen = clip_cov(given.behaviour, credited.advantages, clipped, seed=seed, valid=valid)
+        return {"detached": split(chosen.double(), examples)}
+
+    def _updates(
+        self,
+        batch: Batch,
+        examples: Sequence[Example],
+        advantages: Sequence[Float64],
+        columns: Mapping[str, Sequence[Float64]],
+        learner: Learner,
+    ) -> dict[str, Any]:
+        """``updates_per_step`` optimiser steps on disjoint sets of groups."""
+        reports: list[UpdateReport] = []
+        warming = learner.updates < int(self.row.settings.get("value_warmup", 0))
+        loss = RlLoss(self.row, entropy_coef=self._entropy_coefficient(), policy=not warming)
+        everyone = loss.entropy_coef != 0 or learner.value_head is not None or "reference" in columns
+        constant = self.row.settings.get("max_length")
+        mismatch: float | None = None
+        for k, part in enumerate(np.array_split(np.unique(batch.group), self.stage.updates_per_step)):
+            rows = [i for i in range(len(examples)) if batch.valid[i] and batch.group[i] in part]
+            chosen = [
+                replace(
+                    examples[i],
+                    advantages=advantages[i],
+                    columns={name: values[i] for name, values in columns.items()},
+                )
+                for i in rows
+            ]
+            live = [j for j, i in enumerate(rows) if everyone or bool(np.any(advantages[i] != 0.0))]
+            report = learner.update(
+                chosen,
+                loss,
+                sampling=self.session.sampling,
+                aggregate=self.row.aggregate,
+                constant=int(constant) if constant is not None else None,
+                keep=live,
+            )
+            reports.append(report)
+            if k == 0 and not self.staleness:
+                mismatch = _agreement(loss.worst)
+        merged = merge(reports)
+        self._move_entropy(merged.get("entropy"))
+        return {**merged, "mismatch_max": mismatch}
+
+    def _entropy_coefficient(self) -> float:
+        adaptive = float(self.row.settings["entropy_target"]) > 0
+        return self._coefficient if adaptive else float(self.row.settings["entropy_coef"])
+
+    def _move_entropy(self, entropy: float | None) -> None:
+        target = float(self.row.settings["entropy_target"])
+        if target > 0 and entropy is not None:
+            rule = AdaptiveCoefficient(target)
+            self._coefficient = rule.next(self._coefficient, max(entropy, 0.0))
+
+    def _learn_implicit(
+        self, batch: Batch, examples: Sequence[Example], given: CreditInput
+    ) -> dict[str, Any]:
+        """The implicit reward model learns from this step's outcomes, after its rewards were used."""
+        assert given.log_ratio is not None
+        log_ratio = given.log_ratio.clone().requires_grad_()
+        beta = float(self.row.settings["beta"])
+        if "estimator" in self.row.settings:
+            part = steps.bradley_terry_trajectories(
+                log_ratio, given.step_lengths, given.trajectory, given.success, given.group,
+                beta=beta, valid=given.valid,
+            )  # fmt: skip
+        else:
+            outcome = given.success.double()
+            part = steps.prime_loss(log_ratio, outcome, given.lengths, beta=beta, valid=given.valid)
+        loss = part.mean
+        if loss is None:
+            return {"implicit_pairs": 0}
+        (slope,) = torch.autograd.grad(loss, log_ratio)
+        rows = [i for i in range(len(examples)) if batch.valid[i]]
+        slopes = split(slope, examples)
+        done = self.beside.learn_implicit(
+            [examples[i] for i in rows], [slopes[i] for i in rows], self.session.sampling
+        )
+        return {
+            "implicit_pairs": part.count,
+            "implicit_loss": float(loss.detach()),
+            "implicit_accuracy": part.correct / part.count,
+            **done,
+        }
+
+    def _learn_pairs(self, unit: Unit, batch: Batch, learner: Learner, seed: int) -> dict[str, Any]:
+        """Preference updates on pairs ranked inside each group."""
+        settings = dict(self.row.settings)
+        name, limit = str(settings.pop("loss")), int(settings.pop("pairs"))
+        chosen, rejected = rank_pairs(batch, limit=limit, seed=seed)
+        examples = [example_of(t) for t in batch.trajectories]
+        update = PairUpdate(name, settings, self.beside, learner)
+        credit, metrics = update.step(
+            [(examples[a], examples[b]) for a, b in zip(chosen, rejected, strict=True)],
+            rows=list(zip(chosen, rejected, strict=True)),
+        )
+        advantages = [np.full(int(n), credit.get(i, 0.0)) for i, n in enumerate(batch.lengths)]
+        self._keep_credit(unit, batch, advantages)
+        return metrics
+
+    # records --------------------------------------------------------------------------------------
+
+    def _keep_credit(self, unit: Unit, batch: Batch, advantages: Sequence[Float64]) -> None:
+        """One advantage a trajectory: the mean over its tokens. Copies of a row are written once."""
+        seen: dict[str, int] = {}
+        for i, trajectory in enumerate(batch.trajectories):
+            seen.setdefault(trajectory.id, i)
+        rows = list(seen.values())
+        self.session.store.write_credit(
+            unit.name,
+            [batch.trajectories[i].id for i in rows],
+            [float(advantages[i].mean()) if batch.valid[i] else None for i in rows],
+            [_why_unused(batch.trajectories[i], bool(batch.valid[i])) for i in rows],
+            [_by_turn(batch.trajectories[i], advantages[i]) if batch.valid[i] else [] for i in rows],
+        )
+
+    def _signal(self, batch: Batch) -> dict[str, Any]:
+        stats = group_statistics(
+            torch.from_numpy(batch.returns), torch.from_numpy(batch.group), torch.from_numpy(batch.valid)
+        )
+        return {
+            "groups": stats.groups,
+            "dead_groups": stats.constant,
+            "singleton_groups": stats.singletons,
+            "unscored": int((~batch.valid).sum()),
+        }
+
+    def _describe(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """What the sampled episodes were like, by the true rewards (also in control arms)."""
+        reward = self.session.success_reward
+        pairs = [(group.task, t) for group in groups for t in group.trajectories]
+        wins = [w for w in (success_of(t, reward.name, reward.span[1]) for _, t in pairs) if w is not None]
+        values = [t.value for _, t in pairs if t.value is not None]
+        out: dict[str, Any] = {
+            "success": mean(wins),
+            "return_mean": mean(values),
+            "tool_calls": mean([t.cost.tool_calls for _, t in pairs]),
+            "turns": mean([len(t.turns) for _, t in pairs]),
+            "sampled_tokens": sum(t.sampled_tokens for _, t in pairs),
+            "truncated": mean([float(t.truncated) for _, t in pairs]),
+        }
+        for key, needed in (("needed", True), ("not_needed", False)):
+            calls = [
+                float(t.cost.tool_calls > 0) for task, t in pairs if task.metadata.get("needs_call") is needed
+            ]
+            if calls:
+                out[f"call_rate_{key}"] = mean(calls)
+        return out
+
+
+def _live(group: Group) -> bool:
+    """Two of its scored returns differ."""
+    return len({t.value for t in group.trajectories if t.value is not None}) > 1
+
+
+def _flat(parts: Sequence[Float64]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _agreement(worst: float) -> float:
+    """The largest gap in log-probability; raises DataError where sampler and learner do not agree."""
+    if worst > _MISMATCH_LIMIT:
+        raise DataError(
+            f"sampler and learner disagree by {worst:.2e} on the log-probability of a token under the same "
+            f"weights; the limit is {_MISMATCH_LIMIT:g}"
+        )
+    return worst
+
+
+def _credit_metrics(advantages: Sequence[Float64], batch: Batch) -> dict[str, float]:
+    used = [float(np.abs(a).mean()) for a, ok in zip(advantages, batch.valid, strict=True) if ok and len(a)]
+    return {"advantage_abs_mean": mean(used) or 0.0}
+
+
+def _by_turn(trajectory: Trajectory, advantages: Float64) -> list[float]:
+    """The mean over each turn's tokens; empty where every token has the same."""
+    if not len(advantages) or bool(np.all(advantages == advantages[0])):
+        return []
+    ends = np.cumsum([turn.stop - turn.start for turn in trajectory.turns])[:-1]
+    return [float(part.mean()) if len(part) else 0.0 for part in np.split(advantages, ends)]
+
+
+def _why_unused(trajectory: Trajectory, valid: bool) -> str:
+    if valid:
+        return ""
+    final = trajectory.final
+    if isinstance(final, Unscored):
+        return final.reason
+    return "no token was sampled" if isinstance(final, Scored) else "not scored"
