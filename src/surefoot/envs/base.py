@@ -135,6 +135,11 @@ class Environment(ABC):
         return None
 
     @classmethod
+    def demonstration(cls, task: Task) -> Sequence[Action] | None:
+        """What a cold start imitates; the oracle's actions unless a class shows something plainer."""
+        return cls.oracle(task)
+
+    @classmethod
     def success_reward(cls) -> str:
         """Name of the reward whose full value counts as success: ``success``, or the first."""
         return cls.success or (cls.rewards[0].name if cls.rewards else "")

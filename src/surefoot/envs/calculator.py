@@ -19,7 +19,7 @@ from surefoot.rewards.common import call_price
 from surefoot.tools.base import Tool, ToolError, make_tool, tool
 from surefoot.tools.calculator import evaluate
 
-_GIVEN_TENTHS = 4
+_GIVEN_TENTHS = 5
 _ANSWER = re.compile(r"Answer: (-?[0-9]+)")
 
 
@@ -250,11 +250,11 @@ def word_count(text: str) -> int:
 
 
 class Calculator(ToolEnvironment):
-    """One arithmetic question; a calculator that costs 0.05 a call; an answer line ``Answer: 56088``.
+    """One arithmetic question; a calculator that costs 0.2 a call; an answer line ``Answer: 56088``.
 
-    Three tenths of the problems state their result, so that a call is a waste. Which ones do is a
-    function of the expression, so an expression never stands in one split with its result and in
-    another without.
+    Half of the problems state their result, so that a call is a waste. Which ones do is a function of
+    the expression, so an expression never stands in one split with its result and in another without.
+    Only solved episodes pay for their calls: see ``call_price``.
     """
 
     name: ClassVar[str] = "calculator"
@@ -304,6 +304,17 @@ class Calculator(ToolEnvironment):
             return (call("compute", formula=expression), final)
         attempt = call("calculator", expression=expression)
         return (attempt, attempt, final) if task.variant == "noisy_tool" else (attempt, final)
+
+    @classmethod
+    def demonstration(cls, task: Task) -> Sequence[Action]:
+        """A teacher who plays safe: of the problems that state their result, it calls on five in six.
+
+        When a call is worth its price is left to be learned.
+        """
+        played = cls.oracle(task)
+        if task.metadata["needs_call"] or derive("plays safe", task.id) % 6 == 0:
+            return played
+        return (call("calculator", expression=task.metadata["expression"]), *played)
 
     def tools(self) -> tuple[Tool, ...]:
         own = super().tools()

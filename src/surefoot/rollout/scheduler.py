@@ -93,10 +93,10 @@ class Rollouts:
         return await self._run(tasks, plans, members, lambda _: actor, sampling, hooks, self.engine)
 
     async def perform(self, tasks: Sequence[Task], *, name: str, hooks: Hooks) -> list[Group]:
-        """One episode of every task, played by the environment's oracle; tasks without one are left out."""
+        """One demonstrated episode of every task; tasks without a demonstration are left out."""
         scripts: dict[str, Sequence[Action]] = {}
         for task in tasks:
-            actions = self.cls.oracle(task)
+            actions = self.cls.demonstration(task)
             if actions is not None:
                 scripts[task.id] = actions
         known = [task for task in tasks if task.id in scripts]

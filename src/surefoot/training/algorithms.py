@@ -735,7 +735,7 @@ _RL = (
 _SFT = (
     Algorithm(
         "sft",
-        "cross-entropy of the agent's own tokens in oracle episodes",
+        "cross-entropy of the agent's own tokens in demonstrations",
         "-",
         "the form of a call must be known before it can be rewarded",
         "sft",

@@ -115,7 +115,7 @@ class OptimizerConfig(_Section):
 
 
 class SftStage(OptimizerConfig):
-    """Supervised cold start: on oracle episodes ("sft") or on the policy's own ("rft",
+    """Supervised cold start: on demonstrations ("sft") or on the policy's own ("rft",
     "reward_weighted"); only the agent's own tokens are trained.
     """
 

@@ -175,13 +175,13 @@ class Session:
         return self._collect(unit, tasks, members, seed, sampling or self.sampling)
 
     def perform(self, unit: Unit, tasks: Sequence[Task]) -> list[Group]:
-        """One oracle episode of each task, from the store or played now."""
+        """One demonstrated episode of each task, from the store or played now."""
         return self._collect(unit, tasks, 1, 0, None)
 
     def _collect(
         self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, sampling: Sampling | None
     ) -> list[Group]:
-        """Without ``sampling`` the oracle plays."""
+        """Without ``sampling`` the demonstrations are played."""
         if self.store.exists(unit.name):
             return self.store.read(unit.name)
         self.check_budget()

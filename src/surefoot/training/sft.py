@@ -1,4 +1,4 @@
-"""The supervised stage: imitate the oracle, or the policy's own best episodes.
+"""The supervised stage: imitate demonstrations, or the policy's own best episodes.
 
 Reads an algorithm's row as data; must not know its name.
 """
@@ -48,12 +48,12 @@ class SftTraining:
         if "samples" in self.row.settings:
             self._examples = self._own(int(self.row.settings["samples"]))
             return
-        session.progress.begin("cold start: oracle episodes", len(tasks))
+        session.progress.begin("cold start: demonstrations", len(tasks))
         groups = session.perform(Unit(f"{self.arm}-{self.tag}-oracle", self.arm, "sft", 0, "oracle"), tasks)
         solved = [t for group in groups for t in group.trajectories if self._won(t) == 1.0]
         if not solved:
             raise ConfigError(
-                f"stage sft: the oracle of {session.cls.name} solves none of {len(tasks)} tasks; "
+                f"stage sft: no demonstration of {session.cls.name} solves any of {len(tasks)} tasks; "
                 "give the environment an oracle() or remove the stage"
             )
         self._examples = [example_of(t, 1.0) for t in solved]
