@@ -6,21 +6,15 @@ transformers model that dispatches to the attention interface. Must not know tas
 
 from __future__ import annotations
 
-import functools
-import re
 from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.core.types import Sampling
+from surefoot.policy.lean import Embed, grad_of, make_lean
 
 _NAME = "surefoot"
-# MLPs known to compute down(act(gate(x)) * up(x)) and nothing else.
-_SILU_MLP = re.compile(r"^(Llama|Qwen2|Qwen3|Mistral|SmolLM3|Olmo|Olmo2)MLP$")
-# Norms known to compute weight * x / sqrt(mean(x^2) + eps) and nothing else.
-_RMS_NORM = re.compile(r"^(Llama|Qwen2|Qwen3|Mistral|SmolLM3)RMSNorm$")
 
 
 class AttentionLayout(Protocol):
@@ -45,93 +39,7 @@ def install(model: nn.Module) -> None:
 
     AttentionInterface.register(_NAME, _interface)
     cast("Any", model).set_attn_implementation(_NAME)
-    for module in model.modules():
-        if _is_gated_mlp(module):
-            module.forward = functools.partial(_gated_mlp, module)
-        elif _RMS_NORM.match(type(module).__name__) is not None:
-            module.forward = functools.partial(_rms_norm, module)
-
-
-class _GatedDown(torch.autograd.Function):
-    """down(silu(gate) * up), keeping only gate and up for the backward pass: half the memory of an MLP."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(gate, up, down)
-        return F.linear(F.silu(gate).mul_(up), down)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        grad = cast("Tensor", grads[0])
-        gate, up, down = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
-        share = torch.sigmoid(gate)
-        active = share * gate
-        grad_product = grad @ down
-        grad_down = None
-        if ctx.needs_input_grad[2]:
-            grad_down = grad.flatten(0, -2).T @ (active * up).flatten(0, -2)
-        grad_up = grad_product * active
-        # d silu(x) / dx = s + s x (1 - s), with s = sigmoid(x)
-        slope = share.addcmul_(active, 1 - share)
-        return grad_product.mul_(up).mul_(slope), grad_up, grad_down
-
-
-def _is_gated_mlp(module: Any) -> bool:
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    plain = all(type(part) is nn.Linear and getattr(part, "bias", None) is None for part in parts)
-    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    return plain and silu and _SILU_MLP.match(type(module).__name__) is not None
-
-
-def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    return cast("Tensor", _GatedDown.apply(module.gate_proj(x), module.up_proj(x), module.down_proj.weight))
-
-
-class _RmsNorm(torch.autograd.Function):
-    """weight * x / sqrt(mean(x^2) + eps), keeping only x for the backward pass (arXiv 1910.07467)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None]:
-        grad = cast("Tensor", grads[0])
-        x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
-        normed = x * scale
-        grad_weight = (grad * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        grad_x = grad * weight
-        along = (grad_x * normed).mean(-1, keepdim=True)
-        return grad_x.sub_(normed.mul_(along)).mul_(scale), grad_weight, None
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    # Half-precision norms compute in float32 and round at a place of their own; theirs stays.
-    if x.dtype != torch.float32:
-        return cast("Tensor", type(module).forward(module, x))
-    return cast("Tensor", _RmsNorm.apply(x, module.weight, module.variance_epsilon))
-
-
-class _Embed(torch.autograd.Function):
-    """Embedding whose gradient goes straight into ``weight.grad``: no [V, d] tensor per micro-batch."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.weight, ctx.tokens = weight, tokens
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
-        _grad_of(ctx.weight).index_add_(0, ctx.tokens, cast("Tensor", grads[0]))
-        return None, None
-
-
-def _grad_of(weight: Tensor) -> Tensor:
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    return weight.grad
+    make_lean(model)
 
 
 def base_of(model: nn.Module) -> Any:
@@ -154,7 +62,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: A
     inputs: dict[str, Tensor] = {"input_ids": tokens[None]}
     table = decoder.get_input_embeddings()
     if type(table) is nn.Embedding and table.weight.requires_grad and torch.is_grad_enabled():
-        inputs = {"inputs_embeds": cast("Tensor", _Embed.apply(table.weight, tokens))[None]}
+        inputs = {"inputs_embeds": cast("Tensor", Embed.apply(table.weight, tokens))[None]}
     out = decoder(**inputs, position_ids=positions[None], use_cache=False, layout=layout)
     return cast("Tensor", out.last_hidden_state)[0]
 
@@ -214,7 +122,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             part = _grad_logits(logits, targets[rows], grad[rows, None] * scale, weight)
             torch.mm(part, head, out=grad_hidden[rows])
             if head.requires_grad:
-                _grad_of(head).addmm_(part.T, hidden[rows])
+                grad_of(head).addmm_(part.T, hidden[rows])
         return grad_hidden, None, None, None, None
 
 
