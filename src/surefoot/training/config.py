@@ -216,6 +216,19 @@ class ControlsConfig(_Section):
         return self
 
 
+class MonitorsConfig(_Section):
+    """Watches over the treatment's episodes for signs of a cheated reward; they never feed it.
+
+    ``canaries``: planted strings that no honest episode touches. ``held_out``: a second, differently
+    written reward (``module:name`` or ``file.py:name``) to compare the trained one with. ``stop_on``:
+    kinds of events that end the run.
+    """
+
+    canaries: tuple[str, ...] = ()
+    held_out: str | None = None
+    stop_on: tuple[str, ...] = ()
+
+
 class BudgetConfig(_Section):
     """Limits that stop the run cleanly, with what it has. ``wall`` like "90m" or "2h"."""
 
@@ -252,6 +265,7 @@ class RunConfig(_Section):
     stage: tuple[Stage, ...] = Field(min_length=1)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     controls: ControlsConfig | None = None
+    monitors: MonitorsConfig = Field(default_factory=MonitorsConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     prices: PriceTable = Field(default_factory=PriceTable)
 

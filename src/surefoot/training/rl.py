@@ -25,6 +25,7 @@ from surefoot.learner.utterance import Turns, fit_critic, turn_advantages
 from surefoot.objectives import decoupled, icepop, truncated_importance
 from surefoot.objectives.entropy import AdaptiveCoefficient, clip_cov, kl_cov
 from surefoot.training.algorithms import Algorithm, Credited
+from surefoot.training.arms import TREATMENT
 from surefoot.training.companions import Beside, split
 from surefoot.training.config import RlStage
 from surefoot.training.losses import RlLoss
@@ -32,6 +33,7 @@ from surefoot.training.metrics import StepResult, common, mean, merge, nothing
 from surefoot.training.preference import PairUpdate, rank_pairs
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, CreditInput, credit_input, example_of, read_batch
+from surefoot.training.watching import Watch
 
 # Engine and learner hold the same weights at a step's first update, so they must agree this well.
 _MISMATCH_LIMIT = 1e-3
@@ -57,6 +59,8 @@ class RlTraining:
         self.steps = stage.steps
         self.staleness = int(row.settings.get("staleness", 0))
         self._coefficient = _FIRST_COEFFICIENT
+        # Control arms optimise a reward that means nothing; only the treatment can cheat.
+        self._watch = Watch(session) if arm == TREATMENT else None
         self._beside: Beside | None = None
 
     def prepare(self, learner: Learner) -> None:
@@ -79,11 +83,14 @@ class RlTraining:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this stage beside weights."""
-        return {"entropy_coefficient": self._coefficient}
+        watched = self._watch.state() if self._watch is not None else {}
+        return {"entropy_coefficient": self._coefficient, "monitors": watched}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's :meth:`state`."""
         self._coefficient = float(state["entropy_coefficient"])
+        if self._watch is not None:
+            self._watch.load(state["monitors"])
 
     @property
     def _episodes(self) -> int:
@@ -105,6 +112,8 @@ class RlTraining:
         greedy = self._greedy(index, groups) if "greedy" in self.row.needs else None
         metrics = {**self._signal(batch), **self._learn(unit, batch, learner, seed, greedy)}
         self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
+        if self._watch is not None:
+            metrics["monitor_events"] = self._watch.look(index, groups)
         return StepResult({**self._describe(groups), **metrics})
 
     def _unit(self, index: int, suffix: str = "") -> Unit:

@@ -34,6 +34,7 @@ from surefoot.training.progress import Progress, Silent
 from surefoot.training.rl import RlTraining
 from surefoot.training.session import Session, Unit, resolve_rewards, resolve_variants
 from surefoot.training.sft import SftTraining
+from surefoot.training.watching import check_watch
 
 START = "start"
 _STEP = re.compile(r"step-(\d+)$")
@@ -60,6 +61,7 @@ def check_config(config: RunConfig) -> None:
     if cls.success_reward() not in [item.name for item in suite.rewards]:
         raise ConfigError(f"rewards.weights removes {cls.success_reward()!r}, which defines success")
     resolve_variants(config, cls)
+    check_watch(config)
     for stage in config.stage:
         row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
         if isinstance(stage, RlStage) and (stage.teacher is not None) != ("teacher" in row.needs):
@@ -73,6 +75,9 @@ def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None)
     text = to_toml(config)
     manifest = Manifest.current(recipe=config.name, seed=config.seed, config_toml=text)
     with RunDirectory.create(out, config_toml=text, manifest=manifest) as run:
+        gate = load_environment(config.environment.name).gate
+        if gate is not None:
+            run.event("gate_version", version=gate.version)
         return _Run(config, run, progress or Silent()).execute()
 
 

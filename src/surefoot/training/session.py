@@ -45,16 +45,18 @@ class Unit:
     phase: str
 
 
+def load_reward(reference: str, field: str) -> Reward:
+    """The reward that ``reference`` names. Raises ConfigError that names ``field``."""
+    _, found = load_target(reference)
+    if not isinstance(found, Reward):
+        raise ConfigError(f"{field}: {reference!r} is not a reward; decorate it with @reward(trust=...)")
+    return found
+
+
 def resolve_rewards(config: RunConfig, cls: type[Environment]) -> RewardSuite:
     """The suite of a run: the environment's rewards, added ones, replaced weights. Raises ConfigError."""
     rewards: list[Reward] = list(cls.rewards)
-    for reference in config.rewards.add:
-        _, found = load_target(reference)
-        if not isinstance(found, Reward):
-            raise ConfigError(
-                f"rewards.add: {reference!r} is not a reward; decorate it with @reward(trust=...)"
-            )
-        rewards.append(found)
+    rewards += [load_reward(reference, "rewards.add") for reference in config.rewards.add]
     names = [item.name for item in rewards]
     for name in config.rewards.weights:
         if name not in names:

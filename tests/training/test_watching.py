@@ -1,0 +1,73 @@
+"""Monitors see the treatment's episodes, write events, may stop a run, and never touch its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.core.errors import ConfigError, SignalError
+from surefoot.runs.files import read_json_lines
+from surefoot.training.config import parse_config
+from surefoot.training.run import start_run
+
+HERE = Path(__file__).parent
+RECIPE = f"""
+name = "watched"
+model.name = "scratch"
+environment.name = "{HERE / "tiny.py"}"
+sampling.max_tokens = 6
+
+[[stage]]
+kind = "rl"
+group_size = 4
+tasks_per_step = 2
+steps = 3
+lr = 1e-3
+
+[evaluation]
+tasks = 2
+samples = 1
+
+[controls]
+arms = ["permuted"]
+"""
+
+
+def config(*overrides: str) -> Any:
+    return parse_config(RECIPE, source="test", overrides=overrides)
+
+
+def test_a_second_verifier_that_disagrees_is_an_event_and_changes_no_weight(tmp_path: Path) -> None:
+    """Luck is paid; the held-out verifier never agrees, which a monitor must say."""
+    plain, watched = tmp_path / "plain", tmp_path / "watched"
+    start_run(config(), plain)
+    start_run(config(f'monitors.held_out="{HERE / "never.py"}:never"'), watched)
+    events = [e for e in read_json_lines(watched / "events.jsonl") if e["kind"] == "monitor"]
+    assert "verifier_gap" in {e["monitor"] for e in events}
+    ours, theirs = (read_json_lines(p / "metrics.jsonl") for p in (plain, watched))
+    for a, b in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in a.items() if k != "monitor_events"} == {
+            k: v for k, v in b.items() if k != "monitor_events"
+        }
+    assert all("monitor_events" not in m for m in theirs if m["arm"] == "permuted")
+
+
+def test_a_monitor_may_stop_the_run(tmp_path: Path) -> None:
+    own = config(f'monitors.held_out="{HERE / "never.py"}:never"', 'monitors.stop_on=["verifier_gap"]')
+    with pytest.raises(SignalError, match="verifier_gap"):
+        start_run(own, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('monitors.stop_on=["verifier_gab"]', "verifier_gap"),
+        ('monitors.held_out="surefoot.core.types:Task"', "monitors.held_out"),
+    ],
+)
+def test_bad_monitor_settings_are_named_before_any_work(override: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        start_run(config(override), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
