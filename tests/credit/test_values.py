@@ -323,11 +323,11 @@ def test_order_is_irrelevant_bit_for_bit_when_threads_share_a_large_batch() -> N
     torch.set_num_threads(2)
     try:
         generator = torch.Generator().manual_seed(0)
-        lengths = torch.randint(0, 900, (150,), generator=generator)
+        lengths = torch.randint(0, 2000, (40,), generator=generator)
         pieces = torch.randn(int(lengths.sum()), generator=generator, dtype=torch.float64).split(
             lengths.tolist()
         )
-        order = torch.randperm(150, generator=generator)
+        order = torch.randperm(40, generator=generator)
         x, y = torch.cat(pieces), torch.cat([pieces[i] for i in order])
         a, _ = credit.gae(x, x, lengths, gamma=1.0, lam=0.99)
         b, _ = credit.gae(y, y, lengths[order], gamma=1.0, lam=0.99)

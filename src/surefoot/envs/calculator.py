@@ -250,7 +250,7 @@ def word_count(text: str) -> int:
 
 
 class Calculator(ToolEnvironment):
-    """One arithmetic question; a calculator that costs 0.2 a call; an answer line ``Answer: 56088``.
+    """One arithmetic question; a calculator that costs 0.3 a call; an answer line ``Answer: 56088``.
 
     Half of the problems state their result, so that a call is a waste. Which ones do is a function of
     the expression, so an expression never stands in one split with its result and in another without.
@@ -270,7 +270,7 @@ class Calculator(ToolEnvironment):
         "scale": Variant("4-digit times 3-digit, or three factors", "scale"),
         "noisy_tool": Variant("the first call of an episode fails and asks to retry", "tool"),
     }
-    rewards = (exact_answer, answer_format, call_price(0.2, when=_solved))
+    rewards = (exact_answer, answer_format, call_price(0.3, when=_solved))
     success: ClassVar[str] = "exact_answer"
 
     _tries: int = 0
@@ -307,12 +307,12 @@ class Calculator(ToolEnvironment):
 
     @classmethod
     def demonstration(cls, task: Task) -> Sequence[Action]:
-        """A teacher who plays safe: of the problems that state their result, it calls on five in six.
+        """A teacher who plays safe: it also calls on half of the problems that state their result.
 
         When a call is worth its price is left to be learned.
         """
         played = cls.oracle(task)
-        if task.metadata["needs_call"] or derive("plays safe", task.id) % 6 == 0:
+        if task.metadata["needs_call"] or derive("plays safe", task.id) % 2 == 0:
             return played
         return (call("calculator", expression=task.metadata["expression"]), *played)
 
