@@ -138,16 +138,32 @@ def test_oracle_succeeds_in_every_variant_and_pays_for_needed_calls_only(seed: i
     calls = 0 if not task.metadata["needs_call"] else 2 if variant == "noisy_tool" else 1
     assert found["exact_answer"] == 1
     assert found["answer_format"] == 1
-    assert found["return"] == pytest.approx(1.1 - 0.1 * calls)
+    assert found["return"] == pytest.approx(1.1 - 0.3 * calls)
+
+
+def test_demonstrations_solve_every_task_and_call_in_vain_on_half_of_those_that_need_no_call() -> None:
+    given = [task for task in some(limit=400) if not task.metadata["needs_call"]]
+    vain = [task for task in given if len(Calculator.demonstration(task)) == 2]
+    assert 0.4 < len(vain) / len(given) < 0.6
+    for task in (*vain[:5], *some(calls=True)[:5]):
+        assert scores(task, *Calculator.demonstration(task))["exact_answer"] == 1
+
+
+def test_only_solved_episodes_pay_for_their_calls() -> None:
+    task = some(calls=True)[0]
+    attempt = call("calculator", expression="1+1")
+    right, wrong = answer(f"Answer: {task.reference}"), answer("Answer: 1")
+    assert scores(task, attempt, right)["return"] == pytest.approx(0.8)
+    assert scores(task, attempt, wrong)["return"] == scores(task, wrong)["return"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("variant", sorted(Calculator.variants))
-def test_four_tenths_state_the_result_and_the_others_never_show_it(variant: str) -> None:
+def test_half_state_the_result_and_the_others_never_show_it(variant: str) -> None:
     tasks = some(variant, limit=400)
     for task in tasks:
         stands = str(task.reference) in re.findall(r"\d+", task.prompt[-1].content)
         assert stands is not task.metadata["needs_call"]
-    assert 0.3 < sum(not task.metadata["needs_call"] for task in tasks) / len(tasks) < 0.5
+    assert 0.4 < sum(not task.metadata["needs_call"] for task in tasks) / len(tasks) < 0.6
 
 
 @pytest.mark.parametrize("variant", sorted(Calculator.variants))
@@ -249,7 +265,7 @@ def test_E12_tool_output_with_gold_answer_scores_zero() -> None:
     attempt = call("calculator", expression=task.metadata["expression"])
     episode = played(task, [attempt, answer("I do not know")])
     assert episode.tool_results[0].content == str(task.reference)
-    assert scores(task, attempt, answer("I do not know"))["return"] == pytest.approx(-0.1)
+    assert scores(task, attempt, answer("I do not know"))["return"] == 0
 
 
 @pytest.mark.parametrize(
@@ -289,4 +305,4 @@ def test_calls_up_to_the_horizon_end_the_episode_without_an_answer() -> None:
     attempt = call("calculator", expression="1+1")
     episode = played(task, [attempt] * 9)
     assert (len(episode.turns), episode.truncated, episode.answer) == (3, True, None)
-    assert scores(task, *[attempt] * 9)["return"] == pytest.approx(-0.3)
+    assert scores(task, *[attempt] * 9)["return"] == 0

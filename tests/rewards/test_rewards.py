@@ -183,6 +183,8 @@ def test_call_price_counts_good_and_malformed_calls_and_is_bounded() -> None:
     assert isinstance(one, Scored)
     assert isinstance(many, Scored)
     assert (one.value, many.value) == (9.0, 8.0)
+    (free,) = score(call_price(0.05, when=lambda episode: episode.answer is not None), [played])
+    assert isinstance(free, Scored) and free.value == 0.0
     assert call_price(0.05).weight == -0.05
     with pytest.raises(ConfigError, match="price"):
         call_price(0.0)
