@@ -14,7 +14,7 @@ help:
 	@echo "make test    all tests, the slow ones too"
 	@echo "make check   formatting, lint, types, and which package may import which"
 	@echo "make bench   speed against the floor of this machine and against a peer"
-	@echo "make docs    check that the documents agree with the code and that their links resolve"
+	@echo "make docs    write the tables of docs/algorithms.md; check that documents and code agree"
 	@echo "make clean   remove .venv and caches (runs/ stays)"
 
 # torch goes first and alone, so that a build that is already there, or given by TORCH, is kept.
@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); the first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,verifiers,search,mcp,dev]"
 	@touch $(READY)
 
 # An interrupted demo goes on; after a finished one the next begins in a fresh folder. The run ends by
@@ -48,6 +48,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/step_vs_trl.py
 
 docs: $(READY)
+	$(BIN)/python docs/generate.py
 	$(BIN)/python -m pytest tests/docs
 
 clean:
