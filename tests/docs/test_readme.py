@@ -17,7 +17,6 @@ from surefoot.core.loading import load_target
 from surefoot.envs.loading import load_environment
 from surefoot.rewards.base import Reward
 from surefoot.runs.directory import RunDirectory
-from surefoot.training.algorithms import ALGORITHMS, Algorithm
 from surefoot.training.config import RunConfig, parse_config
 from surefoot.training.run import check_config, start_run
 
@@ -102,21 +101,6 @@ def test_relative_links_resolve(document: Path) -> None:
         if not re.match(r"[a-z]+:", target):
             path = target.partition("#")[0]
             assert (document.parent / path).exists(), f"{document.name} links to {target}"
-
-
-@pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)
-def test_algorithms_page_shows_each_row_as_it_is_in_the_code(row: Algorithm) -> None:
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    line = next((line for line in page.splitlines() if line.startswith(f"| `{row.name}` |")), "")
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    settings = ", ".join(f"`{key}` = {value}" for key, value in row.settings.items()) or "none"
-    assert cells[3:] == [row.ratio, row.aggregate, settings, row.source]
-
-
-def test_algorithms_page_shows_no_row_that_does_not_exist() -> None:
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    table = page[page.index("| algorithm |") : page.index("Loss of a token")]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(ALGORITHMS)
 
 
 # ---- commands

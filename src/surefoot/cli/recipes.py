@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from surefoot.training.algorithms import Algorithm
 
 _Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
@@ -40,11 +43,26 @@ def _algorithms(json: bool) -> None:
 
     rows = ALGORITHMS.values()
     if json:
-        keys = ("name", "summary", "source", "ratio", "aggregate")
-        emit([{**{key: getattr(row, key) for key in keys}, "settings": dict(row.settings)} for row in rows])
+        emit([_complete(row) for row in rows])
         return
-    table = new_table("", "algorithm", "what it does", "settings", "source")
+    table = new_table("", "algorithm", "kind", "what it does", "settings of its own", "source")
     for row in rows:
-        settings = ", ".join(f"{key} = {value}" for key, value in row.settings.items())
-        table.add_row(row.name, row.summary, settings, row.source)
+        settings = ", ".join(f"{key} = {value}" for key, value in row.own.items())
+        table.add_row(row.name, row.kind, row.summary, settings, row.source)
     show(table)
+
+
+def _complete(row: Algorithm) -> dict[str, Any]:
+    """Everything about a row; ``settings`` are all that it takes, ``own`` those that are not common."""
+    from surefoot.training.algorithms import SETTINGS
+
+    keys = ("name", "kind", "summary", "source", "when", "formula", "ratio", "aggregate")
+    return {
+        **{key: getattr(row, key) for key in keys},
+        "clip": row.clip(row.settings).kind,
+        "needs": sorted(row.wanted()),
+        "costs": list(row.costs),
+        "own": dict(row.own),
+        "settings": dict(row.settings),
+        "meanings": {key: SETTINGS[key] for key in row.settings},
+    }

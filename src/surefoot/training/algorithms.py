@@ -24,9 +24,17 @@ from surefoot.training.signal import CreditInput
 
 Setting = float | int | str
 Settings = Mapping[str, Setting]
-# What a row needs beside the policy; each costs memory or time, which the documentation names.
+# What a row needs beside the policy; each costs memory or time, see ``COSTS``.
 Need = Literal["critic", "utterance_critic", "implicit", "greedy", "reference", "teacher"]
 Kind = Literal["rl", "preference", "sft"]
+COSTS: Mapping[Need, str] = {
+    "critic": "a linear value head; a forward pass",
+    "utterance_critic": "a small critic, fitted anew each step; a forward pass",
+    "implicit": "a second model that learns (weights, gradients, AdamW state); a forward pass and an update",
+    "greedy": "a greedy episode of each task",
+    "reference": "a frozen copy of the model; a forward pass",
+    "teacher": "the teacher model; a forward pass",
+}
 
 
 class Credited(NamedTuple):
@@ -75,6 +83,61 @@ COMMON: Settings = {
     "keep": 0,
     "roc_mode": "rank",
     "soft_overlong": 0,
+}
+# A setting -> what it means, in one line of the documentation.
+SETTINGS: Mapping[str, str] = {
+    "kl_coef": "weight of the KL divergence from the reference, which is the policy as the stage began",
+    "kl_kind": "its estimator in the loss",
+    "kl_place": "where it counts: a term of the loss, or a price in the reward (always `k1`)",
+    "kl_reset_every": "steps after which the reference becomes the policy as it is then; 0: never",
+    "entropy_coef": "weight of the entropy bonus; below 0 it lowers the entropy",
+    "entropy_target": "entropy, in nats a token, to steer the bonus to in place of `entropy_coef`; 0: off",
+    "covariance": "how the few tokens that would cost most entropy are held back",
+    "correction": "weight for the gap between the sampler and the policy at the start of the step",
+    "correction_cap": "largest such weight; `icepop` also drops what is below 1 / cap",
+    "staleness": "steps by which sampling runs ahead of training",
+    "filter": "which groups or episodes are trained on",
+    "filter_rounds": "rounds of sampling for a step, the first one included",
+    "filter_share": "share of the groups that is kept",
+    "keep": "episodes kept of each group, 0: half of it (`rft`: the most that a task may give)",
+    "roc_mode": "successes with few tool errors come first (`rank`) or are more likely (`sample`)",
+    "soft_overlong": "tokens up to the longest possible episode over which the return falls by 1; 0: off",
+    "baseline": "number taken off every return",
+    "clip_low": "how far the ratio may fall below 1 (`gmpo`: the log-ratio below 0)",
+    "clip_high": "how far the ratio may rise above 1 (`gmpo`: the log-ratio above 0; `cispo`: largest ratio)",
+    "eps": "added to the standard deviation",
+    "max_length": "tokens that each episode's loss is divided by; set it to what an episode may have",
+    "tau_pos": "steepness of the gate where the advantage is above 0",
+    "tau_neg": "steepness of the gate where it is not",
+    "delta": "how far a token's probability may move before the token is dropped",
+    "gamma": "discount of what comes later (`simpo`: the lead that the chosen one must have)",
+    "lam": "lambda of GAE; not used while `lam_alpha` is above 0",
+    "lam_alpha": "above 0: lambda is 1 - 1 / (lam_alpha l), at least 0",
+    "value_clip": "how far a value may move from the old one in the critic's loss; 0: as far as it likes",
+    "value_lr": "learning rate of the critic",
+    "value_warmup": "updates at the start of the stage without a policy loss",
+    "critic_epochs": "passes over the step's turns to fit the critic",
+    "polyak": "share of the critic that its slow copy takes over in each pass",
+    "replay": "no effect: the critic is fitted to the step's own turns",
+    "omega": "weight of the step part",
+    "anchor": "states are the same if equal (`hash`), or if 95 % alike as texts (`similarity`)",
+    "step_scale": "divide by the standard deviation of what is compared, or not",
+    "turn_coef": "weight of the part that rates the tool's use",
+    "beta": "scale of the implicit reward, or of a preference's log-ratios (`reward_weighted`: temperature)",
+    "alpha": "weight of the step part (`rpo`, `cpo`: of the chosen one's likelihood)",
+    "estimator": "compared with mean and std (`std`), mean (`none`), or the others' mean (`leave_one_out`)",
+    "floor": "smallest standard deviation that step rewards are divided by",
+    "implicit_lr": "learning rate of the implicit reward model",
+    "limit": "largest size of an advantage",
+    "loss": "the preference loss, a row of kind `preference`",
+    "pairs": "most pairs of a task in a step",
+    "form": "log-ratios of whole episodes (`sum`) or per token (`mean`)",
+    "label_smoothing": "share of the pairs thought to be the wrong way round, below 0.5",
+    "odds_weight": "weight of the odds ratio beside the likelihood",
+    "desirable": "weight of the chosen episodes",
+    "undesirable": "weight of the rejected ones",
+    "samples": "episodes of each task",
+    "cap": "largest weight, before weights are scaled to a mean of 1",
 }
 # A setting -> when it has an effect, given all settings of the row.
 _ACTIVE: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
@@ -131,6 +194,37 @@ class Algorithm:
         if self.kind == "rl" and "kl_coef" in self.settings and _on(self.settings, "kl_coef"):
             extra.add("reference")
         return frozenset(extra)
+
+    @property
+    def own(self) -> Settings:
+        """The settings that are not those of ``COMMON``, the row's alone first."""
+        common = COMMON if self.credit is not None else {}
+        alone = {key: v for key, v in self.settings.items() if key not in common}
+        return alone | {key: self.settings[key] for key in common if self.settings[key] != common[key]}
+
+    @property
+    def costs(self) -> tuple[str, ...]:
+        """What the row asks for beyond its episodes and one pass forward and back over them."""
+        wanted = self.wanted()
+        needs = [text for need, text in COSTS.items() if need in wanted]
+        return (*needs, *(text for text, holds in _WORK if holds(self)))
+
+
+# Work that follows from a row's settings or kind, with the condition for it.
+_WORK: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
+    ("up to `filter_rounds` times the episodes", lambda row: row.settings.get("filter") == "dynamic"),
+    ("episodes that are not trained on", lambda row: row.settings.get("filter") in ("variance", "roc")),
+    (
+        "a forward pass",
+        lambda row: bool(row.settings.get("staleness")) or row.settings.get("correction") in _CAPPED,
+    ),
+    ("a forward pass before each update", lambda row: row.credit is None and row.kind != "sft"),
+    (
+        "two more, over answers to the wrong task",
+        lambda row: row.kind == "preference" and not PREFERENCES[row.name].paired,
+    ),
+    ("`samples` episodes of each task", lambda row: "samples" in row.settings),
+)
 
 
 def _check_value(key: str, value: Setting, own: Setting) -> None:
@@ -378,10 +472,10 @@ _RL = (
         "reinforce",
         "the return minus a fixed baseline",
         "Williams 1992",
-        "as the plainest yardstick",
+        "a plain yardstick is wanted",
         _each(_reinforce),
         settings={"baseline": 0.0},
-        formula="A = r - b",
+        formula="A = r - baseline",
     ),
     _rl(
         "rloo",
@@ -390,13 +484,13 @@ _RL = (
         "small groups, one update a batch, rewards whose scale means something",
         _each(_rloo),
         aggregate="sequence_mean",
-        formula="A = r - mean of the others' r",
+        formula="A = r - mean of the others = n / (n - 1) (r - mean)",
     ),
     _rl(
         "grpo",
         "group mean and standard deviation as baseline and scale",
         "DeepSeekMath, arXiv 2402.03300",
-        "the default of the field; verified rewards that are 0 or 1",
+        "the default of the field; verified rewards that are 0 or 1, without a price",
         _group("std"),
         clip=_ppo_clip,
         settings={**_CLIP, **_EPS},
@@ -407,12 +501,12 @@ _RL = (
         "dr_grpo",
         "GRPO without the scale by the standard deviation and with a constant length",
         "Understanding R1-Zero-like training, arXiv 2503.20783",
-        "when small differences (a price) must stay small, or long wrong answers grow",
+        "small differences, like a price, must stay small, or wrong answers grow longer",
         _group("none"),
         clip=_ppo_clip,
         settings={**_CLIP, "max_length": 256},
         aggregate="constant",
-        formula="A = r - mean; loss over a constant length",
+        formula="A = r - mean",
     ),
     _rl(
         "dapo",
@@ -422,7 +516,7 @@ _RL = (
         _group("std"),
         clip=_ppo_clip,
         settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "dynamic"},
-        formula="A = (r - mean) / (std + eps); live groups only",
+        formula="A = (r - mean) / (std + eps), groups that differ only",
     ),
     _rl(
         "gspo",
@@ -434,7 +528,7 @@ _RL = (
         settings={"clip_low": 3e-4, "clip_high": 4e-4, **_EPS},
         ratio="sequence",
         aggregate="sequence_mean",
-        formula="s = exp(mean log-ratio)",
+        formula="A as grpo; ratio = exp(mean log-ratio of the episode)",
     ),
     _rl(
         "cispo",
@@ -444,7 +538,7 @@ _RL = (
         _group("std"),
         clip=_cispo_clip,
         settings={"clip_high": 5.0, **_EPS},
-        formula="L = -sg(min(ratio, c)) A log p",
+        formula="A as grpo; L = -sg(min(ratio, clip_high)) A log p",
     ),
     _rl(
         "gmpo",
@@ -456,7 +550,7 @@ _RL = (
         settings={"clip_low": 0.4, "clip_high": 0.4, **_EPS},
         ratio="geometric",
         aggregate="sequence_mean",
-        formula="ratio = exp(mean clipped log-ratio)",
+        formula="A as grpo; ratio = exp(mean of the episode's clipped log-ratios)",
     ),
     _rl(
         "sapo",
@@ -467,7 +561,7 @@ _RL = (
         clip=_sapo_clip,
         settings={"tau_pos": 1.0, "tau_neg": 1.05, **_EPS},
         aggregate="sequence_mean",
-        formula="L = -(4 / tau) sigmoid(tau (ratio - 1)) A",
+        formula="A as grpo; L = -(4 / tau) sigmoid(tau (ratio - 1)) A",
     ),
     _rl(
         "dppo",
@@ -477,7 +571,7 @@ _RL = (
         _group("none"),
         clip=_dppo_clip,
         settings={"delta": 0.2},
-        formula="L = -A ratio, 0 where p - p_old passes delta",
+        formula="A = r - mean; L = -A ratio, 0 where A has moved p by more than delta",
     ),
     _rl(
         "reinforce_pp",
@@ -511,7 +605,7 @@ _RL = (
         "remax",
         "the greedy rollout's return as baseline",
         "arXiv 2310.10505",
-        "one sample a task is all that can be paid for",
+        "small groups, and the greedy answer is a fair measure of a task",
         _each(_remax),
         needs=frozenset({"greedy"}),
         formula="A = r - r(greedy)",
@@ -522,7 +616,7 @@ _RL = (
         "arXiv 2503.19595",
         "the agent will be asked several times and its best answer kept",
         _each(_pass_at_k),
-        formula="A = r_max - r_second for the best, else 0",
+        formula="A = r - r(second best) for the best, else 0",
     ),
     _rl(
         "ragen",
@@ -532,7 +626,7 @@ _RL = (
         _group("std"),
         clip=_ppo_clip,
         settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "variance"},
-        formula="A = (r - mean) / (std + eps); widest groups only",
+        formula="A as grpo, the groups of largest std only",
     ),
     _rl(
         "grpo_roc",
@@ -542,7 +636,7 @@ _RL = (
         _group("std"),
         clip=_ppo_clip,
         settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "roc"},
-        formula="keep half: failures as they come, successes by fewest tool errors",
+        formula="A as grpo, on the half of a group that is kept",
     ),
     _rl(
         "dupo",
@@ -552,7 +646,7 @@ _RL = (
         _group("std"),
         clip=_ppo_clip,
         settings={"clip_low": 0.2, "clip_high": 0.28, **_EPS, "filter": "duplicate"},
-        formula="A = (r - mean) / (std + eps)",
+        formula="A as grpo, live groups in the place of dead ones",
     ),
     _rl(
         "prorl",
@@ -570,7 +664,7 @@ _RL = (
             "kl_kind": "k2",
             "kl_reset_every": 200,
         },
-        formula="L + kl_coef KL(policy || reference)",
+        formula="A as grpo; L + kl_coef KL(policy, reference)",
     ),
     _rl(
         "areal",
@@ -580,18 +674,18 @@ _RL = (
         _group("std"),
         clip=_ppo_clip,
         settings={**_CLIP, **_EPS, "correction": "decoupled", "correction_cap": 5.0, "staleness": 4},
-        formula="L = (p_prox / p_behaviour) PPO(p / p_prox)",
+        formula="A as grpo; L = min(p_start / p_sampler, cap) clip(p / p_start)",
     ),
     _rl(
         "ppo",
         "token-level GAE with a value head on the policy's trunk",
         "arXiv 1707.06347, 1506.02438",
-        "one sample a task, or rewards inside the episode",
+        "rewards come inside the episode, or few episodes of each task can be had",
         _gae,
         clip=_ppo_clip,
         settings={**_CLIP, "gamma": 1.0, "lam": 1.0, "lam_alpha": 0.0, **_CRITIC},
         needs=frozenset({"critic"}),
-        formula="A = whiten(sum (gamma lam)^k delta)",
+        formula="A = whiten(sum_k (gamma lam)^k delta_(t+k))",
     ),
     _rl(
         "turn_ppo",
@@ -602,7 +696,7 @@ _RL = (
         clip=_ppo_clip,
         settings={**_CLIP, "gamma": 1.0, "lam": 1.0, **_CRITIC},
         needs=frozenset({"critic"}),
-        formula="A = whiten(GAE over turns)",
+        formula="A = whiten(sum_k (gamma lam)^k delta_(t+k)), t counts turns",
     ),
     _rl(
         "vapo",
@@ -621,7 +715,7 @@ _RL = (
             "value_warmup": 5,
         },
         needs=frozenset({"critic"}),
-        formula="lam = 1 - 1 / (alpha l)",
+        formula="A as ppo; lam = 1 - 1 / (lam_alpha l)",
     ),
     _rl(
         "archer",
@@ -638,7 +732,7 @@ _RL = (
             "value_warmup": 0,
         },
         needs=frozenset({"utterance_critic"}),
-        formula="A = min Q(s, a) - min V(s)",
+        formula="A = min Q(state, turn) - min V(state)",
     ),
     _rl(
         "gigpo",
@@ -648,7 +742,7 @@ _RL = (
         _per_step(_gigpo),
         clip=_ppo_clip,
         settings={**_CLIP, "gamma": 0.95, "omega": 1.0, "anchor": "hash", "step_scale": "none"},
-        formula="A = A_episode + omega A_step",
+        formula="A = (r - mean) + omega (R_k - mean of R from the same state)",
     ),
     _rl(
         "step_grpo",
@@ -658,7 +752,7 @@ _RL = (
         _per_step(_step_relative),
         clip=_ppo_clip,
         settings={**_CLIP, "gamma": 1.0, "step_scale": "std"},
-        formula="A_k = (R_k - mean_k) / (std_k + eps)",
+        formula="A_k = (R_k - mean_k) / (std_k + eps), over the group's steps number k",
     ),
     _rl(
         "mt_grpo",
@@ -669,7 +763,7 @@ _RL = (
         clip=_ppo_clip,
         settings={**_CLIP, "turn_coef": 1.0},
         aggregate="sequence_mean",
-        formula="A = A_outcome + c A_turn, then A_outcome",
+        formula="A = A_outcome + turn_coef A_tool up to the first tool result, then A_outcome",
     ),
     _rl(
         "m_grpo",
@@ -680,7 +774,7 @@ _RL = (
         clip=_ppo_clip,
         settings={**_CLIP, **_EPS},
         aggregate="turn_mean",
-        formula="mean over turns of the mean over tokens",
+        formula="A as grpo; L = mean over turns of the mean over tokens",
     ),
     _rl(
         "istar",
@@ -698,7 +792,7 @@ _RL = (
             "implicit_lr": 1e-6,
         },
         needs=frozenset({"implicit"}),
-        formula="A = A_outcome + alpha A_step, r_step = beta log(p_phi / p_old)",
+        formula="A_k = A_outcome + alpha A_step, r_k = beta sum log(p_phi / p_old)",
     ),
     _rl(
         "prime",
@@ -709,7 +803,7 @@ _RL = (
         clip=_ppo_clip,
         settings={**_CLIP, "beta": 0.05, "alpha": 1.0, "implicit_lr": 1e-6},
         needs=frozenset({"implicit"}),
-        formula="A = whiten(outcome RLOO + sum beta q)",
+        formula="A_t = whiten(r - mean of the others + alpha sum_(s>=t) (beta q_s - b))",
     ),
     _rl(
         "distill",
@@ -719,7 +813,7 @@ _RL = (
         _distill,
         settings={"limit": 5.0},
         needs=frozenset({"teacher"}),
-        formula="A_t = log p_teacher - log p",
+        formula="A_t = log p_teacher - log p_old, within +-limit",
     ),
     Algorithm(
         "online_dpo",
@@ -728,7 +822,7 @@ _RL = (
         "ranks are easier to trust than scores",
         settings={"loss": "dpo", "beta": 0.1, "pairs": 4},
         needs=frozenset({"reference"}),
-        formula="-log sigmoid(beta (log-ratio chosen - log-ratio rejected))",
+        formula="-log sigmoid(beta d)",
     ),
 )
 
@@ -739,7 +833,7 @@ _SFT = (
         "-",
         "the form of a call must be known before it can be rewarded",
         "sft",
-        formula="-mean log p",
+        formula="L = -mean log p",
     ),
     Algorithm(
         "rft",
@@ -748,7 +842,7 @@ _SFT = (
         "no oracle, and the policy already solves some tasks",
         "sft",
         settings={"samples": 8, "keep": 2},
-        formula="-mean log p over correct samples",
+        formula="L = -mean log p over solved episodes",
     ),
     Algorithm(
         "reward_weighted",
@@ -757,19 +851,34 @@ _SFT = (
         "graded rewards and no taste for negative gradients",
         "sft",
         settings={"samples": 8, "beta": 1.0, "cap": 20.0},
-        formula="weight = min(exp(A / beta), cap)",
+        formula="L = -mean w log p, w ~ min(exp((r - mean) / beta), cap)",
     ),
 )
 
+# name: (formula, when)
+_PAIRED: Mapping[str, tuple[str, str]] = {
+    "dpo": ("-log sigmoid(beta d)", "the plain choice, for pairs of this policy or one close to it"),
+    "ipo": ("(d - 1 / (2 beta))^2", "few pairs seen often, on which DPO would grow its lead without end"),
+    "hinge": ("max(0, 1 - beta d)", "pairs that are in order by enough should be left alone"),
+    "rpo": ("-log sigmoid(beta d) + alpha nll", "under DPO the chosen episodes grow less likely too"),
+    "cpo": ("-log sigmoid(beta (log p+ - log p-)) + alpha nll", "there is no memory for a reference"),
+    "simpo": (
+        "-log sigmoid(beta (log p+ / l+ - log p- / l-) - gamma)",
+        "no reference, and length must not decide",
+    ),
+    "orpo": ("nll - odds_weight log sigmoid(log odds+ - log odds-)", "no supervised stage came before"),
+    "kto": ("sigmoid(beta (z - d+)), sigmoid(beta (d- - z))", "a pair's two sides are better judged alone"),
+}
 _PREFERENCE = tuple(
     Algorithm(
         row.name,
         row.summary,
         row.source,
-        "pairs are stored or can be ranked",
+        _PAIRED[row.name][1],
         "preference",
         settings=row.settings,
         needs=frozenset({"reference"}) if row.reference else frozenset(),
+        formula=_PAIRED[row.name][0],
     )
     for row in PREFERENCES.values()
 )

@@ -229,6 +229,17 @@ class MonitorsConfig(_Section):
     stop_on: tuple[str, ...] = ()
 
 
+class AuditConfig(_Section):
+    """The audit of the rewards before anything is loaded. ``tasks``: how many it plays.
+
+    ``override``: name of a reward that fails ("return": of the composed return) -> why the run may train
+    on it all the same. The reason is kept with the run and shown in its report.
+    """
+
+    tasks: Positive = 12
+    override: dict[str, Annotated[str, Field(pattern=r"\S")]] = Field(default_factory=dict)
+
+
 class BudgetConfig(_Section):
     """Limits that stop the run cleanly, with what it has. ``wall`` like "90m" or "2h"."""
 
@@ -266,6 +277,7 @@ class RunConfig(_Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     controls: ControlsConfig | None = None
     monitors: MonitorsConfig = Field(default_factory=MonitorsConfig)
+    audit: AuditConfig = Field(default_factory=AuditConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     prices: PriceTable = Field(default_factory=PriceTable)
 

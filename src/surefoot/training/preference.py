@@ -19,8 +19,7 @@ from torch import Tensor
 
 from surefoot.core.errors import ConfigError, SignalError
 from surefoot.core.seeds import derive
-from surefoot.core.types import Group, Sampling, Trajectory
-from surefoot.evaluation.summary import success_of
+from surefoot.core.types import Group, Sampling
 from surefoot.learner.batch import Example
 from surefoot.learner.checkpoint import Companions
 from surefoot.learner.learner import Learner
@@ -43,7 +42,6 @@ from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, example_of, read_batch
 
 _PLAIN = Sampling()  # preferences are defined on the model's own distribution
-_TRAIN_SEED = 0
 
 
 def rank_pairs(batch: Batch, *, limit: int | None, seed: int) -> tuple[list[int], list[int]]:
@@ -224,7 +222,7 @@ class PreferenceTraining:
         self._beside = Beside(self.row, learner, self.session.config, teacher=None, steps=self.steps)
         groups = self._stored() if self.stage.runs else self._sampled()
         seed = derive(self.session.config.seed, self.tag, "pairs")
-        batch = read_batch(groups, arm=self.arm, seed=seed, won=self._won)
+        batch = read_batch(groups, arm=self.arm, seed=seed, won=self.session.won)
         chosen, rejected = rank_pairs(batch, limit=self.stage.pairs, seed=seed)
         if not chosen:
             raise SignalError(
@@ -235,13 +233,9 @@ class PreferenceTraining:
         self._pairs = list(zip(chosen, rejected, strict=True))
         self.session.progress.begin(f"{self.arm}: {self.row.name}", self.steps)
 
-    def _won(self, trajectory: Trajectory) -> float | None:
-        reward = self.session.success_reward
-        return success_of(trajectory, reward.name, reward.span[1])
-
     def _sampled(self) -> list[Group]:
         session, stage = self.session, self.stage
-        tasks = session.tasks("train", "base", seed=_TRAIN_SEED, first=self.first_task, count=stage.tasks)
+        tasks = session.training_tasks(self.first_task, stage.tasks)
         session.progress.begin(f"{self.arm}: episodes to rank", len(tasks) * stage.group_size)
         unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, self.tag, 0, "rollout")
         seed = derive(session.config.seed, self.tag, "samples")

@@ -17,7 +17,6 @@ from surefoot.core.errors import DataError
 from surefoot.core.seeds import derive
 from surefoot.core.types import Group, Scored, Trajectory, Unscored
 from surefoot.credit import filters, group_statistics, steps
-from surefoot.evaluation.summary import success_of
 from surefoot.learner.batch import Example, Float64
 from surefoot.learner.checkpoint import Companions
 from surefoot.learner.learner import Learner, UpdateReport
@@ -37,7 +36,6 @@ from surefoot.training.watching import Watch
 
 # Engine and learner hold the same weights at a step's first update, so they must agree this well.
 _MISMATCH_LIMIT = 1e-3
-_TRAIN_SEED = 0
 _FIRST_COEFFICIENT = 0.0  # of the entropy, where a target moves it
 
 
@@ -139,7 +137,7 @@ class RlTraining:
             rounds = int(self.row.settings["filter_rounds"])
             first = self.first_task + (self.steps + index * rounds + round_) * per_step
         unit = self._unit(index, f"-refill{round_}" if round_ else "")
-        tasks = self.session.tasks("train", "base", seed=_TRAIN_SEED, first=first, count=count)
+        tasks = self.session.training_tasks(first, count)
         seed = derive(self.session.config.seed, self.tag, index, *([round_] if round_ else []))
         return self.session.collect(unit, tasks, members=self.stage.group_size, seed=seed)
 
@@ -168,12 +166,7 @@ class RlTraining:
         return np.repeat(np.array([np.nan if v is None else v for v in values]), counts)
 
     def _read(self, groups: Sequence[Group], seed: int) -> Batch:
-        reward = self.session.success_reward
-
-        def won(trajectory: Trajectory) -> float | None:
-            return success_of(trajectory, reward.name, reward.span[1])
-
-        batch = read_batch(groups, arm=self.arm, seed=seed, won=won)
+        batch = read_batch(groups, arm=self.arm, seed=seed, won=self.session.won)
         cache = int(self.row.settings.get("soft_overlong", 0))
         if cache:
             most = self.session.sampling.max_tokens * self.session.cls.horizon
@@ -476,9 +469,8 @@ class RlTraining:
 
     def _describe(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What the sampled episodes were like, by the true rewards (also in control arms)."""
-        reward = self.session.success_reward
         pairs = [(group.task, t) for group in groups for t in group.trajectories]
-        wins = [w for w in (success_of(t, reward.name, reward.span[1]) for _, t in pairs) if w is not None]
+        wins = [w for w in (self.session.won(t) for _, t in pairs) if w is not None]
         values = [t.value for _, t in pairs if t.value is not None]
         out: dict[str, Any] = {
             "success": mean(wins),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from surefoot.audit.rewards import admit, audit_rewards, check_overrides
 from surefoot.core.errors import BudgetReached, ConfigError, StorageError
 from surefoot.envs.loading import load_environment
 from surefoot.evaluation.summary import policy_scores, shared_tasks
@@ -60,6 +61,7 @@ def check_config(config: RunConfig) -> None:
     suite = resolve_rewards(config, cls)
     if cls.success_reward() not in [item.name for item in suite.rewards]:
         raise ConfigError(f"rewards.weights removes {cls.success_reward()!r}, which defines success")
+    check_overrides(config.audit.override, [item.name for item in suite.rewards])
     resolve_variants(config, cls)
     check_watch(config)
     for stage in config.stage:
@@ -70,15 +72,29 @@ def check_config(config: RunConfig) -> None:
 
 
 def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None) -> RunResult:
-    """Check, create the run folder, and work to the end (or the budget). Raises SurefootError."""
+    """Check, audit, create the run folder, and work to the end (or the budget). Raises SurefootError."""
     check_config(config)
+    admitted = _audit(config, progress or Silent())
     text = to_toml(config)
     manifest = Manifest.current(recipe=config.name, seed=config.seed, config_toml=text)
     with RunDirectory.create(out, config_toml=text, manifest=manifest) as run:
         gate = load_environment(config.environment.name).gate
         if gate is not None:
             run.event("gate_version", version=gate.version)
+        for kind, fields in admitted:
+            run.event(kind, **fields)
         return _Run(config, run, progress or Silent()).execute()
+
+
+def _audit(config: RunConfig, progress: Progress) -> list[tuple[str, dict[str, str]]]:
+    """Audit the rewards while nothing is loaded; the events to keep. Raises AuditFailed."""
+    cls = load_environment(config.environment.name)
+    suite = resolve_rewards(config, cls)
+    audit = audit_rewards(suite, cls, tasks=config.audit.tasks, seconds=config.limits.env_seconds)
+    events = admit(audit, config.audit.override)
+    for _, fields in events:
+        progress.say(f"audit: {fields['message']}")
+    return events
 
 
 def resume_run(out: Path, *, progress: Progress | None = None) -> RunResult:

@@ -20,6 +20,7 @@ from surefoot.economics.ledger import Budget, Ledger
 from surefoot.engines.local import LocalEngine
 from surefoot.envs.base import Environment
 from surefoot.envs.loading import load_environment
+from surefoot.evaluation.summary import success_of
 from surefoot.policy.forward import install
 from surefoot.policy.models import LoadedModel, load
 from surefoot.policy.rendering import Codec, make_codec
@@ -32,6 +33,8 @@ from surefoot.runs.directory import RunDirectory
 from surefoot.runs.store import TrajectoryStore
 from surefoot.training.config import RunConfig
 from surefoot.training.progress import Progress
+
+_TRAIN_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,15 @@ class Session:
         if not known:
             raise ConfigError(f"{self.cls.name} has no task in split {split!r}, variant {variant!r}")
         return [known[i % len(known)] for i in range(first, first + count)]
+
+    def training_tasks(self, first: int, count: int) -> list[Task]:
+        """``count`` training tasks from number ``first`` on: the same ones in every run and arm."""
+        return self.tasks("train", "base", seed=_TRAIN_SEED, first=first, count=count)
+
+    def won(self, trajectory: Trajectory) -> float | None:
+        """1 when the episode succeeded, 0 when not, None where that could not be measured."""
+        reward = self.success_reward
+        return success_of(trajectory, reward.name, reward.span[1])
 
     def collect(
         self,

@@ -15,9 +15,8 @@ import torch
 
 from surefoot.core.errors import ConfigError, SignalError
 from surefoot.core.seeds import derive
-from surefoot.core.types import Sampling, Trajectory
+from surefoot.core.types import Sampling
 from surefoot.credit import group_relative
-from surefoot.evaluation.summary import success_of
 from surefoot.learner.batch import Example
 from surefoot.learner.checkpoint import Companions
 from surefoot.learner.learner import Learner
@@ -29,8 +28,6 @@ from surefoot.training.losses import sft_loss
 from surefoot.training.metrics import StepResult, common, nothing
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, example_of, read_batch
-
-TRAIN_SEED = 0
 
 
 class SftTraining:
@@ -44,13 +41,13 @@ class SftTraining:
     def prepare(self, learner: Learner) -> None:
         """Play the episodes to imitate and keep those worth it. Raises ConfigError when none is left."""
         session, stage = self.session, self.stage
-        tasks = session.tasks("train", "base", seed=TRAIN_SEED, first=0, count=stage.episodes)
+        tasks = session.training_tasks(0, stage.episodes)
         if "samples" in self.row.settings:
             self._examples = self._own(int(self.row.settings["samples"]))
             return
         session.progress.begin("cold start: demonstrations", len(tasks))
         groups = session.perform(Unit(f"{self.arm}-{self.tag}-oracle", self.arm, "sft", 0, "oracle"), tasks)
-        solved = [t for group in groups for t in group.trajectories if self._won(t) == 1.0]
+        solved = [t for group in groups for t in group.trajectories if session.won(t) == 1.0]
         if not solved:
             raise ConfigError(
                 f"stage sft: no demonstration of {session.cls.name} solves any of {len(tasks)} tasks; "
@@ -70,19 +67,15 @@ class SftTraining:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Nothing to restore."""
 
-    def _won(self, trajectory: Trajectory) -> float | None:
-        reward = self.session.success_reward
-        return success_of(trajectory, reward.name, reward.span[1])
-
     def _own(self, samples: int) -> list[Example]:
         """The policy's own episodes: the solved ones, or all by their weight."""
         session, settings = self.session, self.row.settings
-        tasks = session.tasks("train", "base", seed=TRAIN_SEED, first=0, count=self.stage.episodes)
+        tasks = session.training_tasks(0, self.stage.episodes)
         session.progress.begin(f"{self.row.name}: own episodes", len(tasks) * samples)
         unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, "sft", 0, "rollout")
         seed = derive(session.config.seed, self.tag, "samples")
         groups = session.collect(unit, tasks, members=samples, seed=seed)
-        batch = read_batch(groups, arm=TREATMENT, seed=seed, won=self._won)
+        batch = read_batch(groups, arm=TREATMENT, seed=seed, won=session.won)
         chosen = self._weighted(batch) if "beta" in settings else self._solved(batch, seed)
         if not chosen:
             raise SignalError(

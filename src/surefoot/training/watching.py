@@ -13,9 +13,8 @@ import numpy as np
 
 from surefoot.audit.monitors import Observed, standard_monitors
 from surefoot.core.errors import SignalError
-from surefoot.core.types import Group, Scored, Trajectory
+from surefoot.core.types import Group, Scored
 from surefoot.evaluation.statistics import mean_interval
-from surefoot.evaluation.summary import success_of
 from surefoot.rollout.episode import episode_view
 from surefoot.training.config import RunConfig
 from surefoot.training.session import Session, load_reward
@@ -39,18 +38,17 @@ class Watch:
 
     def __init__(self, session: Session) -> None:
         settings, tokenizer = session.config.monitors, session.loaded.tokenizer
-        reward = session.success_reward
         self.session = session
         self.held_out = (
             None if settings.held_out is None else load_reward(settings.held_out, "monitors.held_out")
         )
-
-        def won(trajectory: Trajectory) -> float | None:
-            return success_of(trajectory, reward.name, reward.span[1])
-
         special = {int(token) for token in tokenizer.all_special_ids} - set(session.codec.stop_ids)
         self.monitors = standard_monitors(
-            won, _interval, canaries=settings.canaries, tokens=sorted(special), stop_on=settings.stop_on
+            session.won,
+            _interval,
+            canaries=settings.canaries,
+            tokens=sorted(special),
+            stop_on=settings.stop_on,
         )
 
     def look(self, step: int, groups: Sequence[Group]) -> int:
