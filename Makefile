@@ -5,15 +5,17 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PARITY := .parityvenv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test check bench parity docs clean
 
 help:
 	@echo "make demo    train the calculator agent and write a report (resumes if it was interrupted)"
 	@echo "make test    all tests, the slow ones too"
 	@echo "make check   formatting, lint, types, and which package may import which"
 	@echo "make bench   speed against the floor of this machine and against a peer"
+	@echo "make parity  the same numbers through the functions of TRL and verl; sets up $(PARITY)"
 	@echo "make docs    write the tables of docs/algorithms.md; check that documents and code agree"
 	@echo "make clean   remove .venv and caches (runs/ stays)"
 
@@ -46,6 +48,19 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/step_vs_trl.py
+
+# verl (Python 3.11 or 3.12) asks for an older transformers and much else; its formulas import with these few.
+$(PARITY)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(PARITY); the first time takes some minutes"
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet -c constraints.txt "$(TORCH)"
+	$(PARITY)/bin/python -m pip install --quiet -c constraints.txt -e ".[train]" pytest hypothesis \
+		"trl==1.16.0" "tensordict==0.10.0" ray hydra-core codetiming
+	$(PARITY)/bin/python -m pip install --quiet --no-deps "verl==0.9.1"
+	@touch $(PARITY)/.ready
+
+parity: $(PARITY)/.ready
+	$(PARITY)/bin/python -m pytest tests/parity
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py

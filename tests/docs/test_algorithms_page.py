@@ -157,16 +157,7 @@ def read() -> frozenset[str]:
     return frozenset(keywords.union(*(_read_in(path) for path in folder.glob("*.py"))))
 
 
-_DEAD = {"replay": "the critic of archer is fitted to the step's own turns; nothing is replayed"}
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param(key, marks=pytest.mark.xfail(strict=True, reason=_DEAD[key])) if key in _DEAD else key
-        for key in EVERY_SETTING
-    ],
-)
+@pytest.mark.parametrize("key", EVERY_SETTING)
 def test_every_setting_is_read_by_code(key: str, read: frozenset[str]) -> None:
     assert key in read
 

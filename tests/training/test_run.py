@@ -30,6 +30,8 @@ name = "tiny"
 model.name = "scratch"
 environment.name = "{TINY}"
 sampling.max_tokens = 6
+audit.override.even_length = "luck must pay"
+audit.override.return = "luck must pay"
 engine.concurrency = 16
 
 [[stage]]
@@ -194,7 +196,7 @@ RESUMED: dict[str, list[str]] = {
     "dapo": [], "remax": [], "gigpo": [],
     "grpo": ["stage.rl.settings.entropy_coef=0.01", "stage.rl.settings.entropy_target=9.0",
              "stage.rl.settings.kl_coef=0.1", "stage.rl.settings.kl_reset_every=2",
-             "stage.rl.settings.covariance=kl"],
+             "stage.rl.settings.covariance=kl", "stage.rl.updates_per_step=2"],
 }  # fmt: skip
 
 

@@ -32,13 +32,23 @@ class Finding:
 
 
 def doctor(
+    part: Annotated[
+        str | None,
+        typer.Argument(help="sandbox: attack the sandbox, tell its tier and what it does not stop."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Load this model and probe its chat format.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Look at Python, machine, packages, cache and models; exit with 1 when training cannot run."""
     from surefoot.cli.output import emit, new_table, show
+    from surefoot.core.errors import ConfigError
 
-    findings = [*_machine(), *_packages(), *_torch(), *_cache(), *(_probe(model) if model else ())]
+    if part not in (None, "sandbox"):
+        raise ConfigError(f"doctor knows no part {part!r}; valid: sandbox")
+    if part == "sandbox":
+        findings = list(_sandbox())
+    else:
+        findings = [*_machine(), *_packages(), *_torch(), *_cache(), *(_probe(model) if model else ())]
     well = all(item.ok is not False for item in findings)
     if json:
         emit({"ok": well, "findings": [asdict(item) for item in findings]})
@@ -157,3 +167,21 @@ def _probe(name: str) -> Iterator[Finding]:
     yield Finding("prefix stable", True if probe.prefix_stable else None, unstable)
     yield Finding("untrusted text safe", probe.untrusted_safe, probe.detail)
     yield Finding("tool calls round trip", probe.tool_calls_round_trip, probe.detail)
+
+
+def _sandbox() -> Iterator[Finding]:
+    """The strongest tier that holds here, what was tried in it, and why no stronger one does."""
+    import asyncio
+
+    from surefoot.sandbox import SandboxFault, probe
+
+    try:
+        found = asyncio.run(probe())
+    except SandboxFault as error:
+        yield Finding("tier", False, str(error))
+        return
+    yield Finding("tier", True if found.tier == "full" else None, str(found.tier))
+    for name, why in found.refused.items():
+        yield Finding(f"not {name}", None, why)
+    for check in found.checks:
+        yield Finding(check.name, True if check.stopped else None, check.detail or "stopped")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from surefoot.cli.audit import audit
 from surefoot.cli.check import checks
 from surefoot.cli.compare import compare
 from surefoot.cli.doctor import doctor
@@ -80,6 +81,7 @@ def _root(
 
 app.command("run")(run)
 app.command("eval")(evaluate)
+app.command("audit")(audit)
 app.command("report")(report)
 app.command("compare")(compare)
 app.command("query")(query)

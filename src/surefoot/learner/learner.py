@@ -191,7 +191,7 @@ class Learner:
             raise ConfigError("the model has no trainable parameter; nothing can be learned")
         if checkpoint_activations:
             cast("Any", model).gradient_checkpointing_enable({"use_reentrant": False})
-        self._train_mode = checkpoint_activations
+        self.checkpoint_activations = checkpoint_activations
         _steady_heap()
         groups: list[dict[str, Any]] = [{"params": list(self.parameters), "peak": settings.lr}]
         self._critic: list[nn.Parameter] = [] if value_head is None else list(value_head.parameters())
@@ -245,7 +245,7 @@ class Learner:
         totals: dict[str, float] = {}
         packed = 0
         batches = split_micro_batches(part, self.tokens_per_batch)
-        self.model.train(self._train_mode)
+        self.model.train(self.checkpoint_activations)
         for rows in batches:
             packed += self._accumulate(
                 [part[i] for i in rows], [part_weights[i] for i in rows], loss, sampling, totals

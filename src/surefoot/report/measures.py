@@ -27,6 +27,8 @@ _WHO = {
     "frozen": "control: no update",
 }
 
+_AUDIT = {"audit_override": "Reward audit overridden", "not_audited": "Reward not audited"}
+
 
 def section(identity: str, title: str, *children: Html | str | None) -> Html:
     """One section of the page, with a heading that can be linked to."""
@@ -61,6 +63,7 @@ def verdict(facts: Facts) -> Html:
         h("h2", h("span", badge, class_=f"badge {outcome}"), " ", h("span", meaning, class_="meaning")),
         h("p", str(record.get("sentence", "")), class_="sentence"),
         warning if stopped else None,
+        _audit(facts),
         _rests_on(facts, record),
         _bullets("Conditions of “learned” that failed", record.get("reasons", [])),
         _bullets("To be read with it", record.get("notes", [])),
@@ -89,10 +92,26 @@ def _no_verdict(facts: Facts) -> Html:
         "section",
         h("h2", h("span", "… Unfinished", class_="badge unfinished"), " ", h("span", "No verdict yet.")),
         *(h("p", line) for line in lines if line),
+        _audit(facts),
         id="verdict",
         class_="verdict unfinished",
         aria_label="Verdict",
     )
+
+
+def _audit(facts: Facts) -> Html | None:
+    """Rewards that were trained on although they failed their audit, or had none."""
+    found = {str(event.get("reward")): event for event in facts.events if event.get("kind") in _AUDIT}
+    lines = [
+        h("p", h("strong", f"{_AUDIT[str(event['kind'])]}: {name}. "), _told(event), class_="warning")
+        for name, event in found.items()
+    ]
+    return join(*lines) if lines else None
+
+
+def _told(event: Record) -> str:
+    reason = str(event.get("reason", ""))
+    return f"It fails: {event['failure']}. Reason given: {reason}." if "failure" in event else f"{reason}."
 
 
 def _rests_on(facts: Facts, record: Record) -> Html:

@@ -6,6 +6,7 @@ that runs it does not know its name. A setting that the chosen row ignores is an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,7 @@ from surefoot.core.errors import ConfigError, nearest
 from surefoot.credit import steps, values
 from surefoot.objectives import Clip
 from surefoot.objectives.policy_gradient import Aggregate, Ratio
-from surefoot.objectives.preference import PREFERENCES
+from surefoot.objectives.preference import PREFERENCES, preference
 from surefoot.objectives.supervised import distillation_advantages
 from surefoot.training.signal import CreditInput
 
@@ -27,6 +28,8 @@ Settings = Mapping[str, Setting]
 # What a row needs beside the policy; each costs memory or time, see ``COSTS``.
 Need = Literal["critic", "utterance_critic", "implicit", "greedy", "reference", "teacher"]
 Kind = Literal["rl", "preference", "sft"]
+# What an implicit reward model learns from, or a supervised stage imitates.
+Learn = Literal["", "pairs", "outcomes", "demonstrations", "solved", "weighted"]
 COSTS: Mapping[Need, str] = {
     "critic": "a linear value head; a forward pass",
     "utterance_critic": "a small critic, fitted anew each step; a forward pass",
@@ -48,8 +51,8 @@ class Credited(NamedTuple):
 
 Credit = Callable[[CreditInput, Settings], Credited]
 
-CORRECTIONS = ("none", "tis", "tis_sequence", "icepop", "sequence_mask", "decoupled")
-_CAPPED = ("tis", "tis_sequence", "icepop", "decoupled")
+CORRECTIONS = ("none", "tis", "tis_sequence", "icepop", "sequence_mask")
+_CAPPED = ("tis", "tis_sequence", "icepop")
 FILTERS = ("none", "dynamic", "duplicate", "variance", "roc", "overlong")
 COVARIANCES = ("none", "clip", "kl")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -62,7 +65,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "anchor": ("hash", "similarity"),
     "step_scale": ("none", "std"),
     "estimator": ("std", "none", "leave_one_out"),
-    "loss": tuple(name for name, row in PREFERENCES.items() if row.paired),
 }
 
 # Every policy-gradient row takes these; a row may have other defaults.
@@ -80,7 +82,7 @@ COMMON: Settings = {
     "filter": "none",
     "filter_rounds": 3,
     "filter_share": 0.25,
-    "keep": 0,
+    "roc_keep": 0,
     "roc_mode": "rank",
     "soft_overlong": 0,
 }
@@ -99,11 +101,12 @@ SETTINGS: Mapping[str, str] = {
     "filter": "which groups or episodes are trained on",
     "filter_rounds": "rounds of sampling for a step, the first one included",
     "filter_share": "share of the groups that is kept",
-    "keep": "episodes kept of each group, 0: half of it (`rft`: the most that a task may give)",
+    "roc_keep": "episodes kept of each group, 0: half of it",
     "roc_mode": "successes with few tool errors come first (`rank`) or are more likely (`sample`)",
     "soft_overlong": "tokens up to the longest possible episode over which the return falls by 1; 0: off",
     "baseline": "number taken off every return",
     "clip_low": "how far the ratio may fall below 1 (`gmpo`: the log-ratio below 0)",
+    "dual": "above 1: largest loss of a token, in units of its advantage below 0; 0: off",
     "clip_high": "how far the ratio may rise above 1 (`gmpo`: the log-ratio above 0; `cispo`: largest ratio)",
     "eps": "added to the standard deviation",
     "max_length": "tokens that each episode's loss is divided by; set it to what an episode may have",
@@ -111,14 +114,13 @@ SETTINGS: Mapping[str, str] = {
     "tau_neg": "steepness of the gate where it is not",
     "delta": "how far a token's probability may move before the token is dropped",
     "gamma": "discount of what comes later (`simpo`: the lead that the chosen one must have)",
-    "lam": "lambda of GAE; not used while `lam_alpha` is above 0",
+    "lam": "lambda of GAE",
     "lam_alpha": "above 0: lambda is 1 - 1 / (lam_alpha l), at least 0",
     "value_clip": "how far a value may move from the old one in the critic's loss; 0: as far as it likes",
     "value_lr": "learning rate of the critic",
     "value_warmup": "updates at the start of the stage without a policy loss",
     "critic_epochs": "passes over the step's turns to fit the critic",
     "polyak": "share of the critic that its slow copy takes over in each pass",
-    "replay": "no effect: the critic is fitted to the step's own turns",
     "omega": "weight of the step part",
     "anchor": "states are the same if equal (`hash`), or if 95 % alike as texts (`similarity`)",
     "step_scale": "divide by the standard deviation of what is compared, or not",
@@ -129,7 +131,6 @@ SETTINGS: Mapping[str, str] = {
     "floor": "smallest standard deviation that step rewards are divided by",
     "implicit_lr": "learning rate of the implicit reward model",
     "limit": "largest size of an advantage",
-    "loss": "the preference loss, a row of kind `preference`",
     "pairs": "most pairs of a task in a step",
     "form": "log-ratios of whole episodes (`sum`) or per token (`mean`)",
     "label_smoothing": "share of the pairs thought to be the wrong way round, below 0.5",
@@ -137,6 +138,7 @@ SETTINGS: Mapping[str, str] = {
     "desirable": "weight of the chosen episodes",
     "undesirable": "weight of the rejected ones",
     "samples": "episodes of each task",
+    "per_task": "most episodes that a task may give",
     "cap": "largest weight, before weights are scaled to a mean of 1",
 }
 # A setting -> when it has an effect, given all settings of the row.
@@ -144,10 +146,12 @@ _ACTIVE: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
     "kl_kind": ("kl_coef above 0, kl_place 'loss'", lambda s: _on(s, "kl_coef") and s["kl_place"] == "loss"),
     "kl_place": ("kl_coef above 0", lambda s: _on(s, "kl_coef")),
     "kl_reset_every": ("kl_coef above 0", lambda s: _on(s, "kl_coef")),
-    "correction_cap": ("correction 'tis', 'icepop' or 'decoupled'", lambda s: s["correction"] in _CAPPED),
+    "correction_cap": ("correction 'tis', 'tis_sequence' or 'icepop'", lambda s: s["correction"] in _CAPPED),
+    "entropy_coef": ("entropy_target = 0", lambda s: not _on(s, "entropy_target")),
+    "lam": ("lam_alpha = 0", lambda s: not _on(s, "lam_alpha")),
     "filter_rounds": ("filter = 'dynamic'", lambda s: s["filter"] == "dynamic"),
     "filter_share": ("filter = 'variance'", lambda s: s["filter"] == "variance"),
-    "keep": ("filter = 'roc'", lambda s: s["filter"] == "roc"),
+    "roc_keep": ("filter = 'roc'", lambda s: s["filter"] == "roc"),
     "roc_mode": ("filter = 'roc'", lambda s: s["filter"] == "roc"),
 }  # fmt: skip
 
@@ -172,6 +176,7 @@ class Algorithm:
     aggregate: Aggregate = "token_mean"
     needs: frozenset[Need] = frozenset()
     formula: str = ""
+    learn: Learn = ""
 
     def with_settings(self, chosen: Settings) -> Algorithm:
         """The row with ``chosen`` in place of its own values. Raises ConfigError for an ignored one."""
@@ -181,12 +186,28 @@ class Algorithm:
                     f"settings.{key} has no effect on algorithm {self.name!r}; {nearest(key, self.settings)}"
                 )
             _check_value(key, value, self.settings[key])
+            if key == "gamma" and self.kind == "rl" and float(value) > 1:
+                raise ConfigError(f"settings.gamma = {value}; a discount is from 0 to 1")
         row = replace(self, settings={**self.settings, **chosen})
         for key in chosen:
             if key in _ACTIVE and not _ACTIVE[key][1](row.settings):
                 raise ConfigError(f"settings.{key} has an effect only with {_ACTIVE[key][0]}; remove it")
-        row.clip(row.settings)  # a clip checks its own ranges
+        row.clip(row.settings)  # a clip and a preference loss check their own ranges
+        if self.preference:
+            preference(self.preference, row.loss_settings)
         return row
+
+    @property
+    def preference(self) -> str:
+        """The preference loss of the row, empty without one."""
+        if self.kind == "preference":
+            return self.name
+        return "dpo" if self.kind == "rl" and self.credit is None else ""
+
+    @property
+    def loss_settings(self) -> Settings:
+        """The settings that a preference loss takes."""
+        return {key: value for key, value in self.settings.items() if key != "pairs"}
 
     def wanted(self) -> frozenset[Need]:
         """Everything the row needs under its settings."""
@@ -234,11 +255,42 @@ def _check_value(key: str, value: Setting, own: Setting) -> None:
         raise ConfigError(f"settings.{key} = {value!r}; {nearest(value, _CHOICES[key])}")
     if isinstance(own, int) and isinstance(value, float) and not value.is_integer():
         raise ConfigError(f"settings.{key} = {value}; it must be a whole number like {own}")
-    if key not in _ANY_SIGN and not isinstance(value, str) and not value >= 0:
-        raise ConfigError(f"settings.{key} = {value}; it must be at least 0")
+    if isinstance(value, str):
+        return
+    low, high = _RANGES.get(key, (0.0, math.inf))
+    if not low <= value <= high:
+        wanted = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ConfigError(f"settings.{key} = {value}; it must be {wanted}")
+    if key in _ABOVE_ZERO and value == 0:
+        raise ConfigError(f"settings.{key} = {value}; it must be above 0")
 
 
-_ANY_SIGN = ("baseline", "entropy_coef")
+# Everything else is at least 0.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "baseline": (-math.inf, math.inf),
+    "entropy_coef": (-math.inf, math.inf),
+    "lam": (0.0, 1.0),
+    "polyak": (0.0, 1.0),
+    "filter_share": (0.0, 1.0),
+    "filter_rounds": (1, math.inf),
+    "critic_epochs": (1, math.inf),
+    "samples": (1, math.inf),
+    "per_task": (1, math.inf),
+    "pairs": (1, math.inf),
+}
+_ABOVE_ZERO = frozenset(
+    {
+        "eps",
+        "correction_cap",
+        "filter_share",
+        "value_lr",
+        "implicit_lr",
+        "max_length",
+        "limit",
+        "cap",
+        "polyak",
+    }
+)
 
 
 def _number(settings: Settings, key: str) -> float:
@@ -307,9 +359,11 @@ def _token_rewards(given: CreditInput) -> Tensor:
 
 
 def _gae(given: CreditInput, settings: Settings) -> Credited:
-    lam: float | Tensor = _number(settings, "lam")
+    lam: float | Tensor
     if _on(settings, "lam_alpha"):
         lam = values.length_adaptive_lambda(given.lengths, alpha=_number(settings, "lam_alpha"))
+    else:
+        lam = _number(settings, "lam")
     advantages, targets = values.gae(
         _token_rewards(given),
         _given(given.values),
@@ -456,7 +510,7 @@ def _dppo_clip(settings: Settings) -> Clip:
     return Clip.dppo(_number(settings, "delta"))
 
 
-_CLIP: Settings = {"clip_low": 0.2, "clip_high": 0.2}
+_CLIP: Settings = {"clip_low": 0.2, "clip_high": 0.2, "dual": 0.0}
 _EPS: Settings = {"eps": 1e-6}
 _CRITIC: Settings = {"value_clip": 0.5, "value_lr": 1e-4, "value_warmup": 0}
 
@@ -510,7 +564,7 @@ _RL = (
     ),
     _rl(
         "dapo",
-        "GRPO with clip-higher, a token mean, no dead groups and a soft length limit",
+        "GRPO with clip-higher, a token mean and no dead groups",
         "DAPO, arXiv 2503.14476",
         "many groups are all right or all wrong, and episodes are cheap",
         _group("std"),
@@ -673,7 +727,7 @@ _RL = (
         "sampling runs ahead of training",
         _group("std"),
         clip=_ppo_clip,
-        settings={**_CLIP, **_EPS, "correction": "decoupled", "correction_cap": 5.0, "staleness": 4},
+        settings={**_CLIP, **_EPS, "correction": "tis", "correction_cap": 5.0, "staleness": 4},
         formula="A as grpo; L = min(p_start / p_sampler, cap) clip(p / p_start)",
     ),
     _rl(
@@ -709,7 +763,6 @@ _RL = (
             "clip_low": 0.2,
             "clip_high": 0.28,
             "gamma": 1.0,
-            "lam": 0.95,
             "lam_alpha": 0.05,
             **_CRITIC,
             "value_warmup": 5,
@@ -719,7 +772,7 @@ _RL = (
     ),
     _rl(
         "archer",
-        "an utterance-level critic, double Q and V, trained from replay",
+        "an utterance-level critic, double Q and V, fitted to each step's turns",
         "ArCHer, arXiv 2402.19446",
         "many turns, rewards late, episodes dear",
         _utterance,
@@ -728,7 +781,6 @@ _RL = (
             "value_lr": 1e-3,
             "critic_epochs": 50,
             "polyak": 0.1,
-            "replay": 2,
             "value_warmup": 0,
         },
         needs=frozenset({"utterance_critic"}),
@@ -792,6 +844,7 @@ _RL = (
             "implicit_lr": 1e-6,
         },
         needs=frozenset({"implicit"}),
+        learn="pairs",
         formula="A_k = A_outcome + alpha A_step, r_k = beta sum log(p_phi / p_old)",
     ),
     _rl(
@@ -803,6 +856,7 @@ _RL = (
         clip=_ppo_clip,
         settings={**_CLIP, "beta": 0.05, "alpha": 1.0, "implicit_lr": 1e-6},
         needs=frozenset({"implicit"}),
+        learn="outcomes",
         formula="A_t = whiten(r - mean of the others + alpha sum_(s>=t) (beta q_s - b))",
     ),
     _rl(
@@ -820,7 +874,7 @@ _RL = (
         "pairs from the policy's own groups: correct first, then fewer calls, then shorter",
         "arXiv 2402.04792, WebThinker 2504.21776",
         "ranks are easier to trust than scores",
-        settings={"loss": "dpo", "beta": 0.1, "pairs": 4},
+        settings={**PREFERENCES["dpo"].settings, "pairs": 4},
         needs=frozenset({"reference"}),
         formula="-log sigmoid(beta d)",
     ),
@@ -833,6 +887,7 @@ _SFT = (
         "-",
         "the form of a call must be known before it can be rewarded",
         "sft",
+        learn="demonstrations",
         formula="L = -mean log p",
     ),
     Algorithm(
@@ -841,7 +896,8 @@ _SFT = (
         "RFT, arXiv 2308.01825; STaR, arXiv 2203.14465",
         "no oracle, and the policy already solves some tasks",
         "sft",
-        settings={"samples": 8, "keep": 2},
+        settings={"samples": 8, "per_task": 2},
+        learn="solved",
         formula="L = -mean log p over solved episodes",
     ),
     Algorithm(
@@ -851,6 +907,7 @@ _SFT = (
         "graded rewards and no taste for negative gradients",
         "sft",
         settings={"samples": 8, "beta": 1.0, "cap": 20.0},
+        learn="weighted",
         formula="L = -mean w log p, w ~ min(exp((r - mean) / beta), cap)",
     ),
 )

@@ -53,6 +53,7 @@ class Beside:
                 total_updates=steps,
                 tokens_per_batch=learner.tokens_per_batch,
                 chunk=learner.chunk,
+                checkpoint_activations=learner.checkpoint_activations,
             )
 
     @property

@@ -23,6 +23,7 @@ ARMS: tuple[str, ...] = get_args(Arm)
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -107,7 +108,7 @@ class OptimizerConfig(_Section):
     """AdamW and its schedule."""
 
     lr: Rate
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_norm: Rate = 1.0
     warmup: Annotated[int, Field(ge=0)] = 0
@@ -288,7 +289,8 @@ class RunConfig(_Section):
             raise ValueError(f"stage kinds are {kinds}; supervised stages come before all others")
         if self.controls is not None and self.controls.arms and not self.learning:
             raise ValueError("controls.arms has no effect without an rl or preference stage; remove it")
-        if self.learning and self.sampling.temperature == 0:
+        samples = self.learning or any(stage.algorithm != "sft" for stage in self.cold_start)
+        if samples and self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0; learning needs a temperature above 0 to explore")
         return self
 

@@ -42,7 +42,9 @@ class RlLoss:
         self.worst = 0.0
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, Sums]:
-        old = batch.columns.get("proximal", batch.behaviour)
+        # DPPO asks how far a token has moved from the sampler, not from the start of the step.
+        sampler = self.clip.kind == "dppo"
+        old = batch.behaviour if sampler else batch.columns.get("proximal", batch.behaviour)
         part = policy_gradient(
             batch.logp,
             old,
@@ -62,11 +64,13 @@ class RlLoss:
             "weight": batch.weights.sum(),
             "mismatch_kl": (batch.weights * (torch.exp(gap) - gap - 1)).sum(),
         }
-        loss = part.loss if self.policy else 0.0 * part.loss
-        return loss + self._extras(batch, old, sums), sums
+        extras = self._critic(batch, sums)
+        if not self.policy:
+            return 0.0 * part.loss + extras, sums
+        return part.loss + self._terms(batch, old, sums) + extras, sums
 
     def _correction(self, batch: TokenBatch) -> Tensor | None:
-        found = [batch.columns[name] for name in ("correction",) if name in batch.columns]
+        found = [batch.columns["correction"]] if "correction" in batch.columns else []
         if "detached" in batch.columns:
             found.append(1.0 - batch.columns["detached"])
         if self.row.settings.get("correction") == "sequence_mask":
@@ -77,8 +81,8 @@ class RlLoss:
             product = factor if product is None else product * factor
         return product
 
-    def _extras(self, batch: TokenBatch, old: Tensor, sums: Sums) -> Tensor:
-        """Every term beside the surrogate; each also as a sum under its own name."""
+    def _terms(self, batch: TokenBatch, old: Tensor, sums: Sums) -> Tensor:
+        """The policy's terms beside the surrogate; the KL also as a sum under its own name."""
         settings, extra = self.row.settings, torch.zeros((), dtype=torch.float64)
         if "reference" in batch.columns:
             kind = str(settings["kl_kind"])
@@ -90,6 +94,11 @@ class RlLoss:
             extra = extra + entropy_bonus(batch.entropy, batch.weights, self.entropy_coef)
         if "held" in batch.columns:
             extra = extra + kl_cov_penalty(batch.logp, old, batch.weights, batch.columns["held"] > 0)
+        return extra
+
+    def _critic(self, batch: TokenBatch, sums: Sums) -> Tensor:
+        """The value head's regression, 0 without one."""
+        settings, extra = self.row.settings, torch.zeros((), dtype=torch.float64)
         if batch.values is not None:
             weights = batch.weights * batch.columns["has_target"]
             clip = float(settings["value_clip"]) or None

@@ -40,6 +40,13 @@ def common(report: UpdateReport) -> dict[str, Any]:
     }
 
 
+def merge_pairs(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One record of several preference updates: counts added up, all else of the last that had a pair."""
+    ran = [metrics for metrics in found if metrics["pairs"]] or [found[-1]]
+    counts = ("pairs", "trained_tokens", "packed_tokens")
+    return {**ran[-1], **{name: sum(metrics[name] for metrics in found) for name in counts}}
+
+
 def merge(reports: Sequence[UpdateReport]) -> dict[str, Any]:
     """Means of the losses' sums over the updates that ran; counts added up."""
     ran = [report for report in reports if report.metrics]

@@ -34,6 +34,7 @@ from surefoot.objectives.preference import (
 from surefoot.runs.directory import RunDirectory
 from surefoot.runs.store import TrajectoryStore
 from surefoot.training.algorithms import Algorithm, Settings
+from surefoot.training.arms import TREATMENT
 from surefoot.training.companions import Beside
 from surefoot.training.config import PreferenceStage, parse_config
 from surefoot.training.losses import linear_loss
@@ -49,7 +50,7 @@ def rank_pairs(batch: Batch, *, limit: int | None, seed: int) -> tuple[list[int]
     chosen, rejected = pairs_by_rule(
         torch.from_numpy(batch.success),
         torch.from_numpy(batch.calls),
-        torch.from_numpy(batch.lengths),
+        torch.from_numpy(batch.sizes),
         torch.from_numpy(batch.group),
         torch.from_numpy(batch.valid),
         limit=limit,
@@ -66,28 +67,25 @@ class PairUpdate:
         self.beside, self.learner = beside, learner
 
     def step(
-        self, pairs: Sequence[tuple[Example, Example]], *, rows: Sequence[tuple[int, int]]
+        self, everyone: Sequence[Example], pairs: Sequence[tuple[int, int]]
     ) -> tuple[dict[int, float], dict[str, Any]]:
-        """``rows`` numbers the examples, so that one in several pairs is computed once.
+        """``pairs`` holds rows of ``everyone``, (chosen, rejected); one in several pairs is computed once.
 
         Returns (row -> minus the loss's derivative by its log-prob, which acts as an advantage; metrics).
         """
         if not pairs:
             return {}, {"pairs": 0, "loss": None, **common(nothing(self.learner))}
-        found: dict[int, Example] = {}
-        for two, ends in zip(pairs, rows, strict=True):
-            found.update(zip(ends, two, strict=True))
-        numbers = sorted(found)
+        numbers = sorted({row for pair in pairs for row in pair})
         place = {row: i for i, row in enumerate(numbers)}
-        examples = [found[row] for row in numbers]
-        chosen = torch.tensor([place[a] for a, _ in rows])
-        rejected = torch.tensor([place[b] for _, b in rows])
+        examples = [everyone[row] for row in numbers]
+        chosen = torch.tensor([place[a] for a, _ in pairs])
+        rejected = torch.tensor([place[b] for _, b in pairs])
         sums = _sums(self.learner.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
         reference = self._reference(examples)
         if self.loss.paired:
             part = self.loss(self._pairs(examples, sums, reference, chosen, rejected))
         else:
-            part = self.loss(self._unpaired(examples, sums, reference, chosen, rejected))
+            part = self.loss(self._unpaired(examples, sums, reference, chosen))
         return self._apply(examples, numbers, sums, part, len(pairs))
 
     def _reference(self, examples: Sequence[Example]) -> Tensor | None:
@@ -120,7 +118,6 @@ class PairUpdate:
         sums: Tensor,
         reference: Tensor | None,
         chosen: Tensor,
-        rejected: Tensor,
     ) -> Unpaired:
         """Every example of a pair once: chosen ones are desirable. z from answers to the wrong task."""
         assert reference is not None
@@ -131,7 +128,6 @@ class PairUpdate:
         if wrong:
             policy = _sums(self.learner.frozen_scores(wrong, _PLAIN)[0])
             z = kto_baseline(policy, _sums(self.beside.scores(self.beside.reference, wrong, _PLAIN)))
-        del rejected
         weights = torch.full((len(examples),), 1.0 / len(examples), dtype=torch.float64)
         return Unpaired(sums, reference, good, weights, z)
 
@@ -220,11 +216,11 @@ class PreferenceTraining:
     def prepare(self, learner: Learner) -> None:
         """Gather and rank the episodes. Raises SignalError when no pair differs."""
         self._beside = Beside(self.row, learner, self.session.config, teacher=None, steps=self.steps)
-        groups = self._stored() if self.stage.runs else self._sampled()
+        groups = self._groups()
         seed = derive(self.session.config.seed, self.tag, "pairs")
         batch = read_batch(groups, arm=self.arm, seed=seed, won=self.session.won)
         chosen, rejected = rank_pairs(batch, limit=self.stage.pairs, seed=seed)
-        if not chosen:
+        if not chosen and self.arm == TREATMENT:
             raise SignalError(
                 f"stage preference: none of {len(groups)} groups has a solved episode and a worse one; "
                 "sample more tasks, or start from a policy that solves some"
@@ -233,11 +229,17 @@ class PreferenceTraining:
         self._pairs = list(zip(chosen, rejected, strict=True))
         self.session.progress.begin(f"{self.arm}: {self.row.name}", self.steps)
 
-    def _sampled(self) -> list[Group]:
+    def _groups(self) -> list[Group]:
+        """The episodes to rank. Those of other runs are copied, so that a resumed run reads the same."""
         session, stage = self.session, self.stage
+        unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, self.tag, 0, "rollout")
+        if stage.runs:
+            if not session.store.exists(unit.name):
+                labels = {"arm": self.arm, "stage": self.tag, "step": 0, "phase": "copied"}
+                session.store.write(unit.name, self._stored(), labels)
+            return session.store.read(unit.name)
         tasks = session.training_tasks(self.first_task, stage.tasks)
         session.progress.begin(f"{self.arm}: episodes to rank", len(tasks) * stage.group_size)
-        unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, self.tag, 0, "rollout")
         seed = derive(session.config.seed, self.tag, "samples")
         return session.collect(unit, tasks, members=stage.group_size, seed=seed)
 
@@ -264,7 +266,7 @@ class PreferenceTraining:
 
     def step(self, index: int, learner: Learner) -> StepResult:
         """One update on the next batch of pairs; every pass has its own order."""
-        per_pass = math.ceil(len(self._pairs) / self.stage.batch_size)
+        per_pass = max(1, math.ceil(len(self._pairs) / self.stage.batch_size))
         turn, place = divmod(index, per_pass)
         rng = np.random.Generator(np.random.Philox(derive(self.session.config.seed, self.tag, turn)))
         order = rng.permutation(len(self._pairs))[place * self.stage.batch_size :][: self.stage.batch_size]
@@ -275,7 +277,7 @@ class PreferenceTraining:
             metrics: dict[str, Any] = common(nothing(learner))
         else:
             update = PairUpdate(self.row.name, self.row.settings, self.beside, learner)
-            _, metrics = update.step([(self._examples[a], self._examples[b]) for a, b in rows], rows=rows)
+            _, metrics = update.step(self._examples, rows)
         self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]))
         self.session.progress.advance()
         return StepResult(metrics)

@@ -21,14 +21,14 @@ from surefoot.learner.batch import Example, Float64
 from surefoot.learner.checkpoint import Companions
 from surefoot.learner.learner import Learner, UpdateReport
 from surefoot.learner.utterance import Turns, fit_critic, turn_advantages
-from surefoot.objectives import decoupled, icepop, truncated_importance
+from surefoot.objectives import icepop, truncated_importance
 from surefoot.objectives.entropy import AdaptiveCoefficient, clip_cov, kl_cov
 from surefoot.training.algorithms import Algorithm, Credited
 from surefoot.training.arms import TREATMENT
 from surefoot.training.companions import Beside, split
 from surefoot.training.config import RlStage
 from surefoot.training.losses import RlLoss
-from surefoot.training.metrics import StepResult, common, mean, merge, nothing
+from surefoot.training.metrics import StepResult, common, mean, merge, merge_pairs, nothing
 from surefoot.training.preference import PairUpdate, rank_pairs
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, CreditInput, credit_input, example_of, read_batch
@@ -57,6 +57,7 @@ class RlTraining:
         self.steps = stage.steps
         self.staleness = int(row.settings.get("staleness", 0))
         self._coefficient = _FIRST_COEFFICIENT
+        self._entropy: float | None = None
         # Control arms optimise a reward that means nothing; only the treatment can cheat.
         self._watch = Watch(session) if arm == TREATMENT else None
         self._beside: Beside | None = None
@@ -82,11 +83,12 @@ class RlTraining:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this stage beside weights."""
         watched = self._watch.state() if self._watch is not None else {}
-        return {"entropy_coefficient": self._coefficient, "monitors": watched}
+        return {"entropy_coefficient": self._coefficient, "entropy": self._entropy, "monitors": watched}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's :meth:`state`."""
         self._coefficient = float(state["entropy_coefficient"])
+        self._entropy = state["entropy"]
         if self._watch is not None:
             self._watch.load(state["monitors"])
 
@@ -107,8 +109,14 @@ class RlTraining:
         began, cpu = time.perf_counter(), time.process_time()
         seed = derive(self.session.config.seed, self.tag, index)
         batch = self._read(groups, seed)
-        greedy = self._greedy(index, groups) if "greedy" in self.row.needs else None
-        metrics = {**self._signal(batch), **self._learn(unit, batch, learner, seed, greedy)}
+        greedy: Float64 | None = None
+        if "greedy" in self.row.needs:
+            greedy = self._greedy(index, groups, batch)
+            # A greedy episode that could not be scored takes its task out of the batch.
+            batch = replace(batch, valid=batch.valid & np.isfinite(greedy))
+        advantages, learned = self._learn(batch, learner, seed, greedy)
+        self._keep_credit(unit, groups, batch, advantages)
+        metrics = {**self._signal(batch), **learned}
         self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
         if self._watch is not None:
             metrics["monitor_events"] = self._watch.look(index, groups)
@@ -120,14 +128,12 @@ class RlTraining:
 
     def _sample(self, index: int) -> list[Group]:
         """The groups of a step. Sampling runs ``staleness`` steps ahead of training, with today's weights."""
-        for ahead in range(index, min(index + self.staleness, self.steps - 1) + 1):
-            if ahead == index or not self.session.store.exists(self._unit(ahead).name):
-                groups = self._collect(ahead, 0, self.stage.tasks_per_step)
-                if ahead == index:
-                    own = groups
-        if self.row.settings.get("filter") == "dynamic":
-            own = self._refilled(index, own)  # pyright: ignore[reportPossiblyUnboundVariable]  the range holds index
-        return own  # pyright: ignore[reportPossiblyUnboundVariable]
+        count = self.stage.tasks_per_step
+        groups = self._collect(index, 0, count)
+        for ahead in range(index + 1, min(index + self.staleness, self.steps - 1) + 1):
+            if not self.session.store.exists(self._unit(ahead).name):
+                self._collect(ahead, 0, count)
+        return self._refilled(index, groups) if self.row.settings.get("filter") == "dynamic" else groups
 
     def _collect(self, index: int, round_: int, count: int) -> list[Group]:
         """Round 0 takes the step's own tasks; refills take tasks that no step of the stage plans."""
@@ -154,24 +160,27 @@ class RlTraining:
             refill = refill.add(sampled=len(more), live=len(fresh))
         return live[:wanted]
 
-    def _greedy(self, index: int, groups: Sequence[Group]) -> Float64:
-        """The return of the greedy episode of each trajectory's task: float64[n]."""
+    def _greedy(self, index: int, groups: Sequence[Group], batch: Batch) -> Float64:
+        """The return of the greedy episode of each trajectory's task: float64[n], NaN where unscored."""
         unit = self._unit(index, "-greedy")
         greedy = replace(self.session.sampling, temperature=0.0, top_p=1.0, top_k=0)
         seed = derive(self.session.config.seed, self.tag, index, "greedy")
         tasks = [group.task for group in groups]
         found = self.session.collect(unit, tasks, members=1, seed=seed, sampling=greedy)
         values = [group.trajectories[0].value for group in found]
-        counts = [len(group.trajectories) for group in groups]
-        return np.repeat(np.array([np.nan if v is None else v for v in values]), counts)
+        by_task = {group.task.id: np.nan if v is None else v for group, v in zip(found, values, strict=True)}
+        return np.array([by_task[t.task_id] for t in batch.trajectories], np.float64)
 
     def _read(self, groups: Sequence[Group], seed: int) -> Batch:
-        batch = read_batch(groups, arm=self.arm, seed=seed, won=self.session.won)
         cache = int(self.row.settings.get("soft_overlong", 0))
-        if cache:
-            most = self.session.sampling.max_tokens * self.session.cls.horizon
-            penalty = filters.soft_overlong(batch.lengths, max_length=most, cache=min(cache, most))
-            batch = replace(batch, returns=batch.returns + np.where(batch.valid, penalty, 0.0))
+        most = self.session.sampling.max_tokens * self.session.cls.horizon
+
+        def overlong(trajectory: Trajectory) -> float:
+            length = np.array([trajectory.sampled_tokens])
+            return float(filters.soft_overlong(length, max_length=most, cache=min(cache, most))[0])
+
+        extra = overlong if cache else None
+        batch = read_batch(groups, arm=self.arm, seed=seed, won=self.session.won, extra=extra)
         return self._filtered(batch, seed)
 
     def _filtered(self, batch: Batch, seed: int) -> Batch:
@@ -185,35 +194,32 @@ class RlTraining:
             return batch.take(np.flatnonzero(kept))
         if kind == "duplicate":
             copies = filters.duplicate_live(batch.returns, batch.group, batch.valid, seed=seed)
-            return batch.take(copies.rows, copies.group) if len(copies.rows) else batch
+            return batch.take(copies.rows, copies.group)
         if kind == "roc":
             mode: Any = settings["roc_mode"]
-            results = [[r for turn in t.turns for r in turn.tool_results] for t in batch.trajectories]
-            failed = np.array([sum(not r.ok for r in found) for found in results])
-            penalty = filters.tool_penalty(failed, np.array([len(found) for found in results]))
             kept = filters.resample_on_correct(
                 batch.returns,
                 batch.group,
-                penalty,
+                batch.tool_errors,
                 batch.valid,
-                keep=int(settings["keep"]) or max(self.stage.group_size // 2, 2),
+                keep=int(settings["roc_keep"]) or max(self.stage.group_size // 2, 2),
                 mode=mode,
                 minimum=(1, 1),
                 seed=seed if mode == "sample" else None,
             ).keep
-            return batch.take(np.flatnonzero(kept)) if kept.any() else batch
+            return batch.take(np.flatnonzero(kept))
         return batch
 
     # learning -------------------------------------------------------------------------------------
 
     def _learn(
-        self, unit: Unit, batch: Batch, learner: Learner, seed: int, greedy: Float64 | None
-    ) -> dict[str, Any]:
+        self, batch: Batch, learner: Learner, seed: int, greedy: Float64 | None
+    ) -> tuple[list[Float64], dict[str, Any]]:
+        """(the advantages of each trajectory's tokens, metrics) of the step's updates."""
         if self.arm == "frozen" or not batch.valid.any():
-            self._keep_credit(unit, batch, [np.zeros(n) for n in batch.lengths])
-            return common(nothing(learner))
+            return [np.zeros(n) for n in batch.lengths], common(nothing(learner))
         if self.row.credit is None:
-            return self._learn_pairs(unit, batch, learner, seed)
+            return self._learn_pairs(batch, learner, seed)
         examples = [example_of(t) for t in batch.trajectories]
         columns = self._columns(examples)
         given, columns = self._credit_input(batch, examples, columns, learner, greedy, seed)
@@ -221,13 +227,12 @@ class RlTraining:
         advantages = split(credited.advantages, examples)
         if self.row.settings.get("filter") == "overlong":
             advantages = [a * (not t.truncated) for a, t in zip(advantages, batch.trajectories, strict=True)]
-        self._keep_credit(unit, batch, advantages)
         columns |= self._critic_columns(credited, given, examples)
         columns |= self._covariance(given, credited, seed, examples)
         metrics = self._updates(batch, examples, advantages, columns, learner)
         if self.beside.implicit is not None:
             metrics |= self._learn_implicit(batch, examples, given)
-        return {**metrics, **_credit_metrics(advantages, batch)}
+        return advantages, {**metrics, **_credit_metrics(advantages, batch)}
 
     def _columns(self, examples: Sequence[Example]) -> dict[str, list[Float64]]:
         """Log-probs that must be taken before the weights move."""
@@ -235,7 +240,7 @@ class RlTraining:
         if self.beside.reference is not None:
             found["reference"] = self.beside.scores(self.beside.reference, examples, sampling)
         correction = str(self.row.settings["correction"])
-        if self.staleness or correction in ("tis", "tis_sequence", "icepop", "decoupled"):
+        if self.staleness or correction in ("tis", "tis_sequence", "icepop"):
             found["proximal"] = self.beside.learner.frozen_scores(examples, sampling)[0]
         if correction not in ("none", "sequence_mask"):
             found["correction"] = self._corrections(correction, examples, found["proximal"])
@@ -247,9 +252,7 @@ class RlTraining:
         new = torch.from_numpy(np.concatenate(proximal))
         old = torch.from_numpy(np.concatenate([e.behaviour.astype(np.float64) for e in examples]))
         cap = float(self.row.settings["correction_cap"])
-        if kind == "decoupled":
-            weight = decoupled(new, old, cap=cap)
-        elif kind == "icepop":
+        if kind == "icepop":
             weight = icepop(new, old, low=1.0 / cap, high=cap)
         elif kind == "tis":
             weight = truncated_importance(new, old, cap=cap)
@@ -271,9 +274,7 @@ class RlTraining:
         """The credit's inputs, and the columns less those that the loss does not read."""
         settings, sampling, extra = self.row.settings, self.session.sampling, dict[str, Any]()
         if greedy is not None:
-            # A greedy episode that could not be scored takes its task out of the batch.
             extra["greedy"] = torch.from_numpy(np.nan_to_num(greedy))
-            batch = replace(batch, valid=batch.valid & np.isfinite(greedy))
         if "reference" in columns and settings["kl_place"] == "reward":
             pairs = zip(examples, columns.pop("reference"), strict=True)
             price = [-float(settings["kl_coef"]) * (e.behaviour - ref) for e, ref in pairs]
@@ -351,7 +352,10 @@ class RlTraining:
         columns: Mapping[str, Sequence[Float64]],
         learner: Learner,
     ) -> dict[str, Any]:
-        """``updates_per_step`` optimiser steps on disjoint sets of groups."""
+        """``updates_per_step`` optimiser steps on disjoint sets of groups.
+
+        KL-Cov acts from the second one on: at a ratio of 1 its gradient is the sign of a rounding error.
+        """
         reports: list[UpdateReport] = []
         warming = learner.updates < int(self.row.settings.get("value_warmup", 0))
         loss = RlLoss(self.row, entropy_coef=self._entropy_coefficient(), policy=not warming)
@@ -364,7 +368,7 @@ class RlTraining:
                 replace(
                     examples[i],
                     advantages=advantages[i],
-                    columns={name: values[i] for name, values in columns.items()},
+                    columns={name: values[i] for name, values in columns.items() if k or name != "held"},
                 )
                 for i in rows
             ]
@@ -385,14 +389,18 @@ class RlTraining:
         return {**merged, "mismatch_max": mismatch}
 
     def _entropy_coefficient(self) -> float:
-        adaptive = float(self.row.settings["entropy_target"]) > 0
-        return self._coefficient if adaptive else float(self.row.settings["entropy_coef"])
+        target = float(self.row.settings["entropy_target"])
+        if not target > 0:
+            return float(self.row.settings["entropy_coef"])
+        if self._entropy is None:
+            return 0.0
+        return AdaptiveCoefficient(target).active(self._coefficient, self._entropy)
 
     def _move_entropy(self, entropy: float | None) -> None:
         target = float(self.row.settings["entropy_target"])
         if target > 0 and entropy is not None:
-            rule = AdaptiveCoefficient(target)
-            self._coefficient = rule.next(self._coefficient, max(entropy, 0.0))
+            self._entropy = max(entropy, 0.0)
+            self._coefficient = AdaptiveCoefficient(target).next(self._coefficient, self._entropy)
 
     def _learn_implicit(
         self, batch: Batch, examples: Sequence[Example], given: CreditInput
@@ -401,7 +409,7 @@ class RlTraining:
         assert given.log_ratio is not None
         log_ratio = given.log_ratio.clone().requires_grad_()
         beta = float(self.row.settings["beta"])
-        if "estimator" in self.row.settings:
+        if self.row.learn == "pairs":
             part = steps.bradley_terry_trajectories(
                 log_ratio, given.step_lengths, given.trajectory, given.success, given.group,
                 beta=beta, valid=given.valid,
@@ -425,38 +433,41 @@ class RlTraining:
             **done,
         }
 
-    def _learn_pairs(self, unit: Unit, batch: Batch, learner: Learner, seed: int) -> dict[str, Any]:
-        """Preference updates on pairs ranked inside each group."""
-        settings = dict(self.row.settings)
-        name, limit = str(settings.pop("loss")), int(settings.pop("pairs"))
-        chosen, rejected = rank_pairs(batch, limit=limit, seed=seed)
+    def _learn_pairs(self, batch: Batch, learner: Learner, seed: int) -> tuple[list[Float64], dict[str, Any]]:
+        """Preference updates on pairs ranked inside each group, ``updates_per_step`` of them."""
+        ranked = rank_pairs(batch, limit=int(self.row.settings["pairs"]), seed=seed)
+        pairs = np.array(list(zip(*ranked, strict=True)), np.int64).reshape(-1, 2)
         examples = [example_of(t) for t in batch.trajectories]
-        update = PairUpdate(name, settings, self.beside, learner)
-        credit, metrics = update.step(
-            [(examples[a], examples[b]) for a, b in zip(chosen, rejected, strict=True)],
-            rows=list(zip(chosen, rejected, strict=True)),
-        )
-        advantages = [np.full(int(n), credit.get(i, 0.0)) for i, n in enumerate(batch.lengths)]
-        self._keep_credit(unit, batch, advantages)
-        return metrics
+        update = PairUpdate(self.row.preference, self.row.loss_settings, self.beside, learner)
+        credit = np.zeros(len(examples))
+        found: list[dict[str, Any]] = []
+        for part in np.array_split(pairs, self.stage.updates_per_step):
+            own, metrics = update.step(examples, [(int(a), int(b)) for a, b in part])
+            found.append(metrics)
+            for row, value in own.items():
+                credit[row] += value
+        advantages = [np.full(int(n), c) for c, n in zip(credit, batch.lengths, strict=True)]
+        return advantages, merge_pairs(found)
 
     # records --------------------------------------------------------------------------------------
 
-    def _keep_credit(self, unit: Unit, batch: Batch, advantages: Sequence[Float64]) -> None:
+    def _keep_credit(
+        self, unit: Unit, groups: Sequence[Group], batch: Batch, advantages: Sequence[Float64]
+    ) -> None:
         """One advantage a trajectory: the mean over its tokens. Copies of a row are written once."""
-        seen: dict[str, int] = {}
-        for i, trajectory in enumerate(batch.trajectories):
-            seen.setdefault(trajectory.id, i)
-        rows = list(seen.values())
+        used = {t.id: i for i, t in reversed(list(enumerate(batch.trajectories))) if batch.valid[i]}
+        everyone = [t for group in groups for t in group.trajectories]
         self.session.store.write_credit(
             unit.name,
-            [batch.trajectories[i].id for i in rows],
-            [float(advantages[i].mean()) if batch.valid[i] else None for i in rows],
-            [_why_unused(batch.trajectories[i], bool(batch.valid[i])) for i in rows],
-            [_by_turn(batch.trajectories[i], advantages[i]) if batch.valid[i] else [] for i in rows],
+            [t.id for t in everyone],
+            [float(advantages[used[t.id]].mean()) if t.id in used else None for t in everyone],
+            ["" if t.id in used else _why_unused(t) for t in everyone],
+            [_by_turn(t, advantages[used[t.id]]) if t.id in used else [] for t in everyone],
         )
 
     def _signal(self, batch: Batch) -> dict[str, Any]:
+        if not batch.trajectories:
+            return {"groups": 0, "dead_groups": 0, "singleton_groups": 0, "unscored": 0}
         stats = group_statistics(
             torch.from_numpy(batch.returns), torch.from_numpy(batch.group), torch.from_numpy(batch.valid)
         )
@@ -521,10 +532,8 @@ def _by_turn(trajectory: Trajectory, advantages: Float64) -> list[float]:
     return [float(part.mean()) if len(part) else 0.0 for part in np.split(advantages, ends)]
 
 
-def _why_unused(trajectory: Trajectory, valid: bool) -> str:
-    if valid:
-        return ""
+def _why_unused(trajectory: Trajectory) -> str:
     final = trajectory.final
-    if isinstance(final, Unscored):
-        return final.reason
-    return "no token was sampled" if isinstance(final, Scored) else "not scored"
+    if isinstance(final, Scored):
+        return "left out by the filter" if trajectory.sampled_tokens else "no token was sampled"
+    return final.reason if isinstance(final, Unscored) else "not scored"

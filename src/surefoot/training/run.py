@@ -25,7 +25,7 @@ from surefoot.learner import checkpoint
 from surefoot.learner.learner import Learner, OptimizerSettings
 from surefoot.runs import files
 from surefoot.runs.directory import Manifest, RunDirectory
-from surefoot.training.algorithms import algorithm
+from surefoot.training.algorithms import Algorithm, algorithm
 from surefoot.training.arms import TREATMENT
 from surefoot.training.companions import value_head_of
 from surefoot.training.config import PreferenceStage, RlStage, RunConfig, SftStage, parse_config, to_toml
@@ -69,6 +69,26 @@ def check_config(config: RunConfig) -> None:
         if isinstance(stage, RlStage) and (stage.teacher is not None) != ("teacher" in row.needs):
             what = "needs" if stage.teacher is None else "ignores"
             raise ConfigError(f"stage rl: algorithm {row.name!r} {what} a teacher model")
+        if isinstance(stage, RlStage):
+            _check_stage(config, stage, row)
+
+
+def _check_stage(config: RunConfig, stage: RlStage, row: Algorithm) -> None:
+    """What an algorithm asks of its stage. Raises ConfigError."""
+    settings = row.settings
+    judged = [arm for arm in config.arms if arm != "frozen"]
+    if "teacher" in row.needs and judged:
+        raise ConfigError(
+            f"controls.arms = {judged}: algorithm {row.name!r} reads no reward, so these arms would train "
+            'exactly like the treatment; use ["frozen"] or none'
+        )
+    keep = int(settings.get("roc_keep", 0))
+    if keep and not 2 <= keep <= stage.group_size:
+        raise ConfigError(
+            f"settings.roc_keep = {keep}; it must be from 2 to group_size = {stage.group_size}, or 0 for half"
+        )
+    if settings.get("covariance") == "kl" and stage.updates_per_step == 1:
+        raise ConfigError("settings.covariance = 'kl' has an effect only with updates_per_step above 1")
 
 
 def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None) -> RunResult:

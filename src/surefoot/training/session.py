@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -65,19 +65,7 @@ def resolve_rewards(config: RunConfig, cls: type[Environment]) -> RewardSuite:
         if name not in names:
             raise ConfigError(f"rewards.weights.{name}: no such reward; {nearest(name, names)}")
     weights = config.rewards.weights
-    weighted = [
-        Reward(
-            r.function,
-            r.name,
-            r.trust,
-            r.span,
-            weights.get(r.name, r.weight),
-            r.group,
-            r.resolution,
-            r.seconds,
-        )
-        for r in rewards
-    ]
+    weighted = [replace(item, weight=weights.get(item.name, item.weight)) for item in rewards]
     settings = config.rewards
     return RewardSuite(
         [item for item in weighted if item.weight != 0],
@@ -197,7 +185,9 @@ class Session:
     ) -> list[Group]:
         """Without ``sampling`` the demonstrations are played."""
         if self.store.exists(unit.name):
-            return self.store.read(unit.name)
+            groups = self.store.read(unit.name)
+            self._check_scores(unit, [t for group in groups for t in group.trajectories])
+            return groups
         self.check_budget()
         began, cpu = time.perf_counter(), time.process_time()
         with self.store.journal(unit.name) as journal:

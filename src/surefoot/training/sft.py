@@ -39,10 +39,13 @@ class SftTraining:
         self._examples: list[Example] = []
 
     def prepare(self, learner: Learner) -> None:
-        """Play the episodes to imitate and keep those worth it. Raises ConfigError when none is left."""
+        """Play the episodes to imitate and keep those worth it.
+
+        Raises ConfigError when no demonstration solves its task, SignalError when no own episode is worth it.
+        """
         session, stage = self.session, self.stage
         tasks = session.training_tasks(0, stage.episodes)
-        if "samples" in self.row.settings:
+        if self.row.learn != "demonstrations":
             self._examples = self._own(int(self.row.settings["samples"]))
             return
         session.progress.begin("cold start: demonstrations", len(tasks))
@@ -69,14 +72,14 @@ class SftTraining:
 
     def _own(self, samples: int) -> list[Example]:
         """The policy's own episodes: the solved ones, or all by their weight."""
-        session, settings = self.session, self.row.settings
+        session = self.session
         tasks = session.training_tasks(0, self.stage.episodes)
         session.progress.begin(f"{self.row.name}: own episodes", len(tasks) * samples)
         unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, "sft", 0, "rollout")
         seed = derive(session.config.seed, self.tag, "samples")
         groups = session.collect(unit, tasks, members=samples, seed=seed)
         batch = read_batch(groups, arm=TREATMENT, seed=seed, won=session.won)
-        chosen = self._weighted(batch) if "beta" in settings else self._solved(batch, seed)
+        chosen = self._solved(batch, seed) if self.row.learn == "solved" else self._weighted(batch)
         if not chosen:
             raise SignalError(
                 f"stage sft: of {len(batch.trajectories)} own episodes none is worth imitating; "
@@ -90,7 +93,7 @@ class SftTraining:
             torch.from_numpy(batch.success),
             torch.from_numpy(batch.group),
             content,
-            limit=int(self.row.settings["keep"]),
+            limit=int(self.row.settings["per_task"]),
             seed=seed,
             valid=torch.from_numpy(batch.valid),
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from surefoot.core.types import Group, Scored, Trajectory
+from surefoot.credit.filters import tool_penalty
 from surefoot.learner.batch import Example
 from surefoot.training.arms import TREATMENT, arm_order, arm_returns
 
@@ -37,8 +38,9 @@ class Batch:
     """The trajectories of one step as arrays; row i of each belongs to ``trajectories[i]``.
 
     returns, turn_reward: float64[n], what the arm trains on (0 where not ``valid``). success: bool[n] of
-    the arm. calls: int64[n] tool calls. group: int64[n]. ``true_steps`` is False in control arms, whose
-    step rewards are all 0.
+    the arm. calls, sizes: int64[n] tool calls and sampled tokens as they are judged; tool_errors:
+    float64[n], see ``filters.tool_penalty``. group: int64[n]. ``true_steps`` is False in control arms,
+    whose step rewards are all 0.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -49,14 +51,14 @@ class Batch:
     success: Bool
     turn_reward: Float64
     calls: Int64
+    sizes: Int64
+    tool_errors: Float64
     true_steps: bool
 
     def take(self, rows: Int64, group: Int64 | None = None) -> Batch:
         """The batch of ``rows`` (repeats allowed), under new group numbers where given."""
-        picked = {
-            name: getattr(self, name)[rows]
-            for name in ("valid", "returns", "success", "turn_reward", "calls")
-        }
+        judged = ("valid", "returns", "success", "turn_reward", "calls", "sizes", "tool_errors")
+        picked = {name: getattr(self, name)[rows] for name in judged}
         return replace(
             self,
             trajectories=tuple(self.trajectories[i] for i in rows),
@@ -73,31 +75,60 @@ class Batch:
 
 
 def read_batch(
-    groups: Sequence[Group], *, arm: str, seed: int, won: Callable[[Trajectory], float | None]
+    groups: Sequence[Group],
+    *,
+    arm: str,
+    seed: int,
+    won: Callable[[Trajectory], float | None],
+    extra: Callable[[Trajectory], float] | None = None,
 ) -> Batch:
     """Arrays of ``groups`` under ``arm``; ``won`` gives the success of a trajectory, 0 to 1.
 
-    A control arm moves everything that is judged (returns, success, tool use, calls) in one way, so that
-    no part of the true order is left for an algorithm to find.
+    ``extra`` is added to each true return. A control arm moves everything that is judged (returns,
+    success, tool use, calls, length) in one way, so that no part of the true order is left for an
+    algorithm to find.
     """
     pairs = [(i, group, t) for i, group in enumerate(groups) for t in group.trajectories]
     everyone = tuple(t for _, _, t in pairs)
     number = np.array([i for i, _, _ in pairs], np.int64)
     valid = np.array([isinstance(t.final, Scored) and t.sampled_tokens > 0 for t in everyone], np.bool_)
     true = np.array([t.final.value if isinstance(t.final, Scored) else 0.0 for t in everyone])
+    if extra is not None:
+        true = true + np.where(valid, [extra(t) for t in everyone], 0.0)
     returns = arm_returns(arm, true, number, valid, seed=seed)
     order = arm_order(arm, number, valid, seed=seed)
     success = np.array([(won(t) or 0.0) >= 1.0 - 1e-6 for t in everyone], np.bool_)[order]
     turn_reward = np.array([_tool_use(t) for t in everyone])[order]
     calls = np.array([t.cost.tool_calls for t in everyone], np.int64)[order]
+    sizes = np.array([t.sampled_tokens for t in everyone], np.int64)[order]
+    errors = _tool_errors(everyone)[order]
     if arm not in (TREATMENT, "permuted", "frozen"):
-        # These arms draw returns of their own; the better half of the draw counts as success.
-        success = valid & (returns > returns[valid].mean() if valid.any() else valid)
-        turn_reward, calls = np.zeros_like(turn_reward), np.zeros_like(calls)
+        # These arms draw returns of their own; the upper end of the draw counts as success.
+        ends = (returns[valid].min(), returns[valid].max()) if valid.any() else (0.0, 0.0)
+        success = valid & (returns > 0.5 * (ends[0] + ends[1]))
+        turn_reward, calls, sizes = np.zeros_like(turn_reward), np.zeros_like(calls), np.zeros_like(sizes)
+        errors = np.zeros_like(errors)
     prompts = tuple(tuple(m.content for m in group.task.prompt) for _, group, _ in pairs)
     return Batch(
-        everyone, prompts, number, valid, returns, success, turn_reward, calls, arm in (TREATMENT, "frozen")
+        everyone,
+        prompts,
+        number,
+        valid,
+        returns,
+        success,
+        turn_reward,
+        calls,
+        sizes,
+        errors,
+        arm in (TREATMENT, "frozen"),
     )
+
+
+def _tool_errors(everyone: Sequence[Trajectory]) -> Float64:
+    """GRPO-RoC's penalty of each trajectory, by the tools' own status."""
+    results = [[result for turn in t.turns for result in turn.tool_results] for t in everyone]
+    failed = np.array([sum(not result.ok for result in found) for found in results], np.int64)
+    return tool_penalty(failed, np.array([len(found) for found in results], np.int64))
 
 
 def _tool_use(trajectory: Trajectory) -> float:
@@ -109,7 +140,7 @@ def _tool_use(trajectory: Trajectory) -> float:
 class CreditInput:
     """What credit is computed from. n trajectories, K turns and M trained tokens, each in order.
 
-    returns, turn_reward: float64[n]; group, lengths: int64[n]; valid, success, truncated: bool[n].
+    returns, turn_reward: float64[n]; group, lengths: int64[n]; valid, success: bool[n].
     trajectory, step_lengths: int64[K]; step_rewards: float64[K], the return included at the last turn;
     tool_step: bool[K]; anchors: what the environment showed before each turn. penalty: float64[M], a
     price per token (KL) that is not in the returns. Where the algorithm asks for them: values: float64[M]
@@ -123,7 +154,6 @@ class CreditInput:
     group: Tensor
     valid: Tensor
     success: Tensor
-    truncated: Tensor
     lengths: Tensor
     trajectory: Tensor
     step_lengths: Tensor
@@ -157,7 +187,6 @@ def credit_input(batch: Batch, penalty: Tensor | None = None) -> CreditInput:
         group=torch.from_numpy(batch.group),
         valid=torch.from_numpy(batch.valid),
         success=torch.from_numpy(batch.success),
-        truncated=torch.tensor([t.truncated for t in batch.trajectories]),
         lengths=lengths,
         trajectory=owner,
         step_lengths=torch.tensor([turn.stop - turn.start for _, _, turn in turns]),
