@@ -194,7 +194,7 @@ class Interrupting(Silent):
 RESUMED: dict[str, list[str]] = {
     "ppo": [], "istar": ["stage.rl.settings.implicit_lr=1e-3"], "online_dpo": [], "archer": [], "areal": [],
     "dapo": [], "remax": [], "gigpo": [],
-    "grpo": ["stage.rl.settings.entropy_coef=0.01", "stage.rl.settings.entropy_target=9.0",
+    "grpo": ["stage.rl.settings.entropy_target=9.0",
              "stage.rl.settings.kl_coef=0.1", "stage.rl.settings.kl_reset_every=2",
              "stage.rl.settings.covariance=kl", "stage.rl.updates_per_step=2"],
 }  # fmt: skip
@@ -292,6 +292,16 @@ def test_a_damaged_checkpoint_is_named_at_resume(finished: Path, tmp_path: Path)
         ("nonsense", ["a.b=value"]),
         ("stage.2.steps=1", ["stage"]),
         ("stage.rl.updates_per_step=5", ["updates_per_step = 5", "tasks_per_step"]),
+        ("stage.rl.settings={kl_kind='k2'}", ["kl_kind", "kl_coef above 0"]),
+        ("stage.rl.settings={eps=0.0}", ["eps = 0", "above 0"]),
+        ("stage.rl.settings={correction='tiss'}", ["tiss", "'tis'"]),
+        ("stage.rl.settings={filter='roc',roc_keep=9}", ["roc_keep = 9", "group_size = 4"]),
+        ("stage.rl.settings={covariance='kl'}", ["covariance", "updates_per_step"]),
+        ("stage.rl={kind='rl',algorithm='ppo',settings={gamma=1.5}}", ["stage"]),
+        ('stage.rl.algorithm="sft"', ["sft", "'sft'", "'rl'"]),
+        ('stage.rl.teacher="scratch"', ["grpo", "ignores a teacher"]),
+        ('stage.sft.algorithm="rftt"', ["rftt", "'rft'"]),
+        ("stage.sft.settings={per_task=3}", ["per_task", "no effect"]),
     ],
 )
 def test_bad_settings_name_the_key_the_value_and_what_would_be_right(

@@ -92,7 +92,7 @@ def test_the_permuted_arm_moves_everything_that_is_judged_alike() -> None:
         )
     )
     order = [int(np.flatnonzero(true.returns[:3] == r)[0]) for r in moved.returns[:3]]
-    for name in ("success", "turn_reward", "calls"):
+    for name in ("success", "turn_reward", "calls", "sizes", "tool_errors"):
         assert getattr(moved, name)[:3].tolist() == getattr(true, name)[order].tolist()
     assert credit_input(moved).step_rewards.tolist() == [
         0.0, moved.returns[0], moved.returns[1], 0.0, 0.0, moved.returns[2], 0.0,
@@ -102,7 +102,8 @@ def test_the_permuted_arm_moves_everything_that_is_judged_alike() -> None:
 def test_drawn_arms_know_nothing_of_success_calls_or_tools() -> None:
     for arm in ("random", "constant"):
         batch = read_batch(groups(), arm=arm, seed=1, won=won)
-        assert not batch.calls.any() and not batch.turn_reward.any()
+        for name in ("calls", "turn_reward", "sizes", "tool_errors"):
+            assert not getattr(batch, name).any()
         if arm == "constant":
             assert not batch.success.any()
 
