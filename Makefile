@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 PARITY := .parityvenv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench parity docs clean
+.PHONY: help demo test check attack bench parity docs clean
 
 help:
 	@echo "make demo    train the calculator agent and write a report (resumes if it was interrupted)"
 	@echo "make test    all tests, the slow ones too"
 	@echo "make check   formatting, lint, types, and which package may import which"
+	@echo "make attack  every attack of the sandbox's table"
 	@echo "make bench   speed against the floor of this machine and against a peer"
 	@echo "make parity  the same numbers through the functions of TRL and verl; sets up $(PARITY)"
 	@echo "make docs    write the tables of docs/algorithms.md; check that documents and code agree"
@@ -45,8 +46,12 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
 
+attack: $(READY)
+	$(BIN)/python -m pytest tests/sandbox -m attack
+
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/sandbox.py
 	$(BIN)/python benchmarks/step_vs_trl.py
 
 # verl (Python 3.11 or 3.12) asks for an older transformers and much else; its formulas import with these few.

@@ -1,0 +1,246 @@
+"""What a sandboxed execution costs, beside bare subprocesses in the same run.
+
+Latency one at a time, throughput two at a time, warm packages against importing them, turns of a session,
+many at once, and what idle sessions hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from common import keep, ratio_interval
+
+from surefoot.sandbox import BARE, SCIENCE, Limits, Profile, Sandbox, Status
+
+CODE = "print(sum(range(1000)))"
+IMPORTS = "import numpy, sympy\n" + CODE
+LIMITS = Limits(seconds=60)
+
+
+async def _bare(code: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert out == b"499500\n"
+
+
+def _held(box: Sandbox, code: str) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        assert (await box.run(code)).stdout == "499500\n"
+
+    return run
+
+
+async def latency(run: Callable[[], Awaitable[None]], repeats: int) -> list[float]:
+    """Milliseconds of each of ``repeats`` executions, one at a time."""
+    found: list[float] = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        await run()
+        found.append(1e3 * (time.perf_counter() - began))
+    return found
+
+
+async def throughput(run: Callable[[], Awaitable[None]], seconds: float, at_once: int) -> float:
+    """Executions per second with ``at_once`` in flight."""
+    began = time.perf_counter()
+    done = 0
+
+    async def worker() -> None:
+        nonlocal done
+        while time.perf_counter() - began < seconds:
+            await run()
+            done += 1
+
+    await asyncio.gather(*(worker() for _ in range(at_once)))
+    return done / (time.perf_counter() - began)
+
+
+async def one_shot(box: Sandbox, repeats: int, seconds: float) -> dict[str, Any]:
+    """A fresh execution against ``python -c``, the two taking turns."""
+    ours: list[float] = []
+    bare: list[float] = []
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    at_once = os.cpu_count() or 1
+    for _ in range(4):
+        ours += await latency(_held(box, CODE), repeats)
+        bare += await latency(lambda: _bare(CODE), repeats // 4)
+        rates["ours"].append(await throughput(_held(box, CODE), seconds, at_once))
+        rates["bare"].append(await throughput(lambda: _bare(CODE), seconds, at_once))
+    return {
+        "latency_ms": {"ours": _spread(ours), "bare": _spread(bare), "ratio": ratio_interval(bare, ours)},
+        "per_second": {**rates, "ratio": ratio_interval(rates["ours"], rates["bare"])},
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=20)
+    return {"p50": statistics.median(values), "p95": cuts[-1], "n": len(values)}
+
+
+async def cpu_time(repeats: int) -> dict[str, Any]:
+    """CPU milliseconds of each thing, all processes counted: these do not depend on the machine's load."""
+
+    async def bare(code: str, number: int) -> float:
+        began = _cpu()
+        for _ in range(number):
+            await _bare(code)
+        return 1e3 * (_cpu() - began) / number
+
+    one = {"ours": await _slope(BARE, CODE, repeats), "bare": await bare(CODE, repeats // 2)}
+    warm_one = {"ours": await _slope(SCIENCE, IMPORTS, repeats), "bare": await bare(IMPORTS, 4)}
+    for pair in (one, warm_one):
+        pair["ratio"] = pair["bare"] / pair["ours"]
+    turn = await _slope(BARE, "x = 1\nx", repeats, session=True)
+    return {"one_shot": one, "numpy_sympy": warm_one, "session_turn": turn}
+
+
+async def _slope(profile: Profile, code: str, repeats: int, *, session: bool = False) -> float:
+    """CPU milliseconds of one more execution (or turn), what opening and closing cost taken off."""
+
+    async def spent(number: int) -> float:
+        began = _cpu()
+        async with Sandbox.open(profile=profile, limits=LIMITS) as box:
+            run = (await box.session()).run if session else box.run
+            for _ in range(number):
+                await run(code)
+        return _cpu() - began  # the fork server has been waited for, and with it all its children
+
+    return 1e3 * (await spent(2 * repeats) - await spent(repeats)) / repeats
+
+
+def _cpu() -> float:
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+async def warm(box: Sandbox) -> dict[str, Any]:
+    """numpy and sympy: warm in the fork server against imported by each process."""
+    ours = await latency(_held(box, IMPORTS), 40)
+    bare = await latency(lambda: _bare(IMPORTS), 6)
+    return {"ours": _spread(ours), "bare": _spread(bare), "ratio": ratio_interval(bare, ours)}
+
+
+async def turns(box: Sandbox) -> dict[str, Any]:
+    """Milliseconds of a session's opening, of its turns and of its forks."""
+    opening, turning, forking = [], [], []
+    for _ in range(20):
+        began = time.perf_counter()
+        session = await box.session()
+        await session.run("x = 0")
+        opening.append(1e3 * (time.perf_counter() - began))
+        for _ in range(50):
+            began = time.perf_counter()
+            await session.run("x += 1\nx")
+            turning.append(1e3 * (time.perf_counter() - began))
+        began = time.perf_counter()
+        branch = await session.fork()
+        forking.append(1e3 * (time.perf_counter() - began))
+        await branch.close()
+        await session.close()
+    return {"open": _spread(opening), "turn": _spread(turning), "fork": _spread(forking)}
+
+
+async def many(number: int, at_once: int, seconds: float) -> dict[str, Any]:
+    """``number`` executions that sleep, ``at_once`` in flight: do all end well, and how well they overlap."""
+    code = f"import time\ntime.sleep({seconds})\nprint(sum(range(1000)))"
+    async with Sandbox.open(profile=BARE, limits=LIMITS, concurrency=at_once) as box:
+        capacity = await throughput(_held(box, CODE), 3.0, at_once)
+        began = time.perf_counter()
+        results = await asyncio.gather(*(box.run(code) for _ in range(number)))
+        taken = time.perf_counter() - began
+    right = sum(item.status is Status.OK and item.stdout == "499500\n" for item in results)
+    # Neither the sleeping nor the machine's capacity for starting executions can be beaten.
+    ideal = max(number * seconds / at_once, number / capacity)
+    return {
+        "number": number, "at_once": at_once, "right": right, "seconds": taken,
+        "ideal_seconds": ideal, "overlap": ideal / taken, "capacity_per_second": capacity,
+    }  # fmt: skip
+
+
+def _proportional_mb(root: int) -> float:
+    """MB of all processes below ``root``, pages that are shared divided among their holders."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # ended between listing and reading
+    total = 0
+    for pid in parents:
+        top = pid
+        while top in parents and top != root:
+            top = parents[top]
+        if top == root:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+async def idle(box: Sandbox, number: int) -> dict[str, Any]:
+    """Memory of idle sessions, from what is free before and after and from their pages."""
+    before = _available_mb()
+    sessions = [await box.session() for _ in range(number)]
+    for session in sessions:
+        await session.run("x = 1")
+    held = before - _available_mb()
+    pages = _proportional_mb(box._servers[0].pid)
+    for session in sessions:
+        await session.close()
+    return {"sessions": number, "available_fell_mb": held, "proportional_mb": pages}
+
+
+def _available_mb() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1024
+
+
+async def measure(quick: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    async with Sandbox.open(profile=BARE, limits=LIMITS) as box:
+        found["tier"] = str(box.tier)
+        await latency(_held(box, CODE), 10)
+        found["one_shot"] = await one_shot(box, 20 if quick else 100, 0.5 if quick else 3.0)
+        found["session_ms"] = await turns(box)
+    found["cpu_ms"] = await cpu_time(10 if quick else 150)
+    async with Sandbox.open(profile=SCIENCE, limits=LIMITS) as box:
+        found["numpy_sympy_ms"] = await warm(box)
+        found["idle"] = await idle(box, 50 if quick else 500)
+    found["many"] = await many(100 if quick else 1000, 50 if quick else 200, 0.3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few repeats, nothing kept")
+    quick = parser.parse_args().quick
+    found = asyncio.run(measure(quick))
+    shot, session, cpu = found["one_shot"], found["session_ms"], found["cpu_ms"]
+    print(f"tier {found['tier']}, user {os.geteuid()}")
+    for name in ("latency_ms", "per_second"):
+        middle, low, high = shot[name]["ratio"]
+        print(f"one-shot {name}: {middle:.2f} [{low:.2f}, {high:.2f}] times better than python -c")
+    ours, bare = (shot["latency_ms"][who]["p50"] for who in ("ours", "bare"))
+    print(f"one-shot p50 {ours:.1f} ms, bare {bare:.1f} ms")
+    print(f"CPU ms: {cpu}")
+    print(f"numpy+sympy warm: {found['numpy_sympy_ms']['ratio'][0]:.1f} times a process that imports them")
+    print("session p50 ms: " + ", ".join(f"{name} {session[name]['p50']:.2f}" for name in session))
+    print(f"many at once: {found['many']}")
+    print(f"idle: {found['idle']}")
+    if not quick:
+        print("kept in", keep("sandbox", {"user": os.geteuid(), **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""The fork server: a warm, single-threaded interpreter that forks one confined child per execution.
+
+It takes orders from the harness and exit statuses from the kernel. It reads neither the agent's code nor
+anything the code writes: descriptors for those pass through it unopened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import select
+import shutil
+import signal
+import site
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from . import child, jail, kernel
+from .keeper import Keeper
+
+_CONTROL, _PARENT, _NAMESPACE = 3, 4, 5
+_WATCH_EVERY = 0.1
+_SETUP_FAILED = 113
+_ROOM_FOR_TASKS = 64
+_SETUP_SECONDS = 20.0
+_TIME = struct.Struct("=d")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class _Child:
+    """One execution or session, by the process that everything of it lives under."""
+
+    number: int
+    pid: int
+    pidfd: int
+    slot: int
+    begun: float
+    seconds: float
+    deadline: float | None
+    memory: int
+    session: bool
+    reason: str = ""
+
+
+class Zygote:
+    """Holds the children and answers the harness on the control socket."""
+
+    def __init__(self, control: socket.socket, config: Mapping[str, Any]) -> None:
+        self._control = control
+        self._config = config
+        self._full = config["tier"] == "full"
+        self._children: dict[int, _Child] = {}  # by pidfd
+        self._numbers: dict[int, int] = {}  # execution number to pidfd
+        self._free: list[int] = []
+        self._slots = 0
+        # Each child notes the time when it is set up, then lets go of the page: the code cannot reach it.
+        self._ready = mmap.mmap(-1, max(8 * config["most"], _PAGE))
+        self._base = _memory_now()
+        self._poll = select.epoll()
+        self._poll.register(_CONTROL, select.EPOLLIN)
+        self._poll.register(_PARENT, select.EPOLLIN)
+        self._watched = 0.0
+        self._counted = (0.0, 0)
+
+    def serve(self) -> None:
+        """Until the harness closes the socket or ends."""
+        while True:
+            events = self._poll.poll(self._patience())
+            for fd, _ in events:
+                if fd == _PARENT:
+                    return
+                if fd == _CONTROL:
+                    if not self._order():
+                        return
+                elif fd in self._children:
+                    self._ended(self._children[fd])
+            self._look_after()
+
+    def close(self) -> None:
+        """Kill what runs and remove what it left; in the full tier the namespaces do it."""
+        if self._full:
+            return
+        for one in list(self._children.values()):
+            self._kill(one, "closed")
+            os.waitpid(one.pid, 0)
+            self._sweep(one)
+        shutil.rmtree(self._config["slots"], ignore_errors=True)
+
+    def _patience(self) -> float:
+        deadlines = [one.deadline for one in self._children.values() if one.deadline is not None]
+        wait = min(deadlines) - time.monotonic() if deadlines else 3600.0
+        return max(0.0, min(wait, _WATCH_EVERY if self._children else 3600.0))
+
+    # ---- orders
+
+    def _order(self) -> bool:
+        message, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 8)
+        if not message:
+            return False
+        order = cast("dict[str, Any]", json.loads(message))
+        if order["op"] == "kill":
+            fd = self._numbers.get(order["id"])
+            if fd is not None:
+                self._kill(self._children[fd], order["reason"])
+            return True
+        try:
+            self._start(order, fds)
+        except OSError as error:
+            self._tell({"id": order["id"], "fault": f"cannot start a process: {error}"})
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _start(self, order: Mapping[str, Any], fds: list[int]) -> None:
+        slot = self._free.pop() if self._free else self._slots
+        if slot >= self._config["most"]:
+            raise OSError(f"more than {slot} executions and sessions at a time")
+        self._slots = max(self._slots, slot + 1)
+        _TIME.pack_into(self._ready, 8 * slot, 0.0)
+        self._count_others()
+        try:
+            if self._full:
+                # The next fork becomes process 1 of a process namespace of its own.
+                kernel.setns(_NAMESPACE, kernel.NEWPID)
+                kernel.unshare(kernel.NEWPID)
+            else:
+                self._make_slot(slot)
+            pid = os.fork()
+        except OSError:
+            self._free.append(slot)
+            raise
+        if pid == 0:
+            self._be_child(order, fds, slot)
+        begun = time.monotonic()
+        limits = order["limits"]
+        session = order["op"] == "session"
+        deadline = None if session else begun + limits["seconds"]
+        pidfd = os.pidfd_open(pid)
+        memory = limits["memory_mb"] << 20
+        one = _Child(order["id"], pid, pidfd, slot, begun, limits["seconds"], deadline, memory, session)
+        self._children[pidfd] = one
+        self._numbers[one.number] = pidfd
+        self._poll.register(pidfd, select.EPOLLIN)
+
+    def _be_child(self, order: Mapping[str, Any], fds: list[int], slot: int) -> None:
+        """Never returns."""
+        code = _SETUP_FAILED
+        try:
+            keeper = None
+            if order["op"] == "session":
+                keeper = socket.socket(fileno=os.dup2(fds.pop(), _NAMESPACE + 1))
+            child.take_places(fds)
+            code = self._prepare(order, slot, keeper)
+        except BaseException as error:
+            if self._ready.closed:
+                code = 1
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            try:
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+    def _prepare(self, order: Mapping[str, Any], slot: int, keeper: socket.socket | None) -> int:
+        limits, config = dict(order["limits"]), self._config
+        limits["processes"] += self._others()
+        folder, uid = self._folder(slot), config["uid"] + 1 + slot
+        if not self._full:
+            os.setsid()
+        places = jail.furnish(config, limits, folder)
+        if config["tier"] == "uid":
+            for path in (folder, *places.values()):
+                os.chown(path, uid, uid)
+        os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
+        if keeper is not None:
+            kernel.become_reaper()
+            first = os.fork()
+            if first:
+                return self._keep(keeper, first, places, slot)
+            keeper.close()
+        jail.confine(config, limits, self._base, folder, uid)
+        child.close_others()
+        header, code, files = child.read_payload(child.PAYLOAD)
+        _TIME.pack_into(self._ready, 8 * slot, time.monotonic())
+        self._ready.close()
+        if order["op"] == "session":
+            return child.Session(places, header).serve()
+        return child.run_once(header, code, files)
+
+    def _keep(self, control: socket.socket, first: int, places: Mapping[str, str], slot: int) -> int:
+        if self._full:
+            kernel.drop_capabilities()
+        else:
+            kernel.die_with_parent()
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in range(_NAMESPACE + 1):
+            os.dup2(null, fd)
+        os.closerange(_NAMESPACE + 2, child.MOST_FILES)
+        folders = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
+        Keeper(control, first, folders).serve()
+        return 0
+
+    def _others(self) -> int:
+        """Tasks that count against a child's limit though they are not its own."""
+        return self._counted[1] if self._config["tier"] == "landlock" else 0
+
+    def _count_others(self) -> None:
+        """The user's tasks now, with room for those of siblings to come; at most once a second."""
+        now = time.monotonic()
+        if self._config["tier"] == "landlock" and now - self._counted[0] > 1:
+            tasks, own = 0, os.getuid()
+            for name in os.listdir("/proc"):
+                if name.isdigit() and _owner(name) == own:
+                    tasks += _tasks(name)
+            self._counted = (now, tasks + _ROOM_FOR_TASKS)
+
+    # ---- ends
+
+    def _kill(self, one: _Child, reason: str) -> None:
+        one.reason = one.reason or reason
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            if self._full:
+                signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+            else:
+                os.killpg(one.pid, signal.SIGKILL)
+
+    def _ended(self, one: _Child) -> None:
+        self._poll.unregister(one.pidfd)
+        os.close(one.pidfd)
+        del self._children[one.pidfd], self._numbers[one.number]
+        _, status, usage = os.wait4(one.pid, 0)
+        ready = self._set_up_at(one)
+        seconds = time.monotonic() - (ready or one.begun)
+        if not self._full:
+            self._sweep(one)
+        self._free.append(one.slot)
+        message = {"id": one.number, "status": status, "reason": one.reason, "seconds": seconds}
+        self._tell({**message, "ready": ready > 0, "cpu": usage.ru_utime + usage.ru_stime})
+
+    def _sweep(self, one: _Child) -> None:
+        """Without a process namespace: end what the child left running, and remove its files."""
+        with contextlib.suppress(ProcessLookupError):  # nothing was left
+            os.killpg(one.pid, signal.SIGKILL)
+        if self._config["tier"] == "uid":
+            self._kill_user(self._config["uid"] + 1 + one.slot)
+        jail.wipe(self._folder(one.slot))
+
+    def _kill_user(self, uid: int) -> None:
+        """SIGKILL every process of a user, from a process of that user."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setresuid(uid, uid, uid)
+                os.kill(-1, signal.SIGKILL)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        self._control.send(json.dumps(message).encode())
+
+    def _folder(self, slot: int) -> str:
+        return f"{self._config['slots']}/{slot}"
+
+    def _make_slot(self, slot: int) -> None:
+        folder = self._folder(slot)
+        if os.path.isdir(folder):
+            jail.wipe(folder)
+        os.mkdir(folder, 0o700)
+
+    # ---- time and memory
+
+    def _look_after(self) -> None:
+        now = time.monotonic()
+        for one in self._children.values():
+            if one.deadline is not None and now >= one.deadline and not one.reason:
+                self._overdue(one, now)
+        if self._children and now - self._watched >= _WATCH_EVERY and self._config["tier"] != "landlock":
+            self._watched = now
+            self._watch_memory()
+
+    def _overdue(self, one: _Child, now: float) -> None:
+        """The code's time begins when it can run: a busy machine may take long to set it up."""
+        ready = self._set_up_at(one)
+        one.deadline = (ready + one.seconds) if ready else now + _WATCH_EVERY
+        if now >= one.deadline or now - one.begun > one.seconds + _SETUP_SECONDS:
+            self._kill(one, "timeout")
+
+    def _set_up_at(self, one: _Child) -> float:
+        """When a child was set up, on the monotonic clock; 0 if it is not yet."""
+        (time_set,) = _TIME.unpack_from(self._ready, 8 * one.slot)
+        return time_set
+
+    def _watch_memory(self) -> None:
+        """End a child whose processes together hold more than its memory.
+
+        One process is bounded by its own limits; only where there are more does anything need adding up.
+        """
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        expected = len(self._children) + sum(one.session for one in self._children.values())
+        if self._full and len(pids) <= expected + 1:
+            return
+        tops = {one.pid: one for one in self._children.values()}
+        parents, held = {}, {}
+        for pid in pids:
+            found = _parent_and_pages(pid)
+            if found is not None:
+                parents[pid], held[pid] = found
+        groups: dict[int, list[int]] = {}
+        for pid in held:
+            top = pid
+            while top not in tops and top in parents:
+                top = parents[top]
+            if top in tops:
+                groups.setdefault(top, []).append(pid)
+        for top, members in groups.items():
+            base = self._base["pages"]
+            total = sum(max(0, held[pid] - base) for pid in members) * _PAGE
+            if len(members) > 1 and total > tops[top].memory:
+                # Pages shared by forks count once; that sum is slow, so only when the quick one is over.
+                exact = sum(_proportional(pid, (held[pid] - base) * _PAGE) for pid in members)
+                if exact > tops[top].memory:
+                    self._kill(tops[top], "memory")
+
+
+def _parent_and_pages(pid: int) -> tuple[int, int] | None:
+    """(parent's id, pages of memory that are not files) of a process; None when it has gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            fields = file.read().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return parent, int(fields[1])
+
+
+def _owner(pid: str) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:  # it has ended
+        return -1
+
+
+def _tasks(pid: str) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # it has ended
+        return 0
+
+
+def _proportional(pid: int, otherwise: int) -> int:
+    """Bytes of a process with shared pages divided among their holders; ``otherwise`` where it is secret."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            kinds = (b"Pss_Anon:", b"Pss_Shmem:")
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(kinds))
+    except PermissionError:
+        return otherwise
+    except OSError:  # it has ended, and holds nothing any more
+        return 0
+
+
+def _memory_now() -> dict[str, int]:
+    """Bytes of data and of mappings, and resident pages, of this process."""
+    found: dict[str, int] = {}
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name in ("VmData", "VmSize", "VmRSS"):
+                found[name] = int(rest.split()[0]) << 10
+    return {"data": found["VmData"], "mapped": found["VmSize"], "pages": found["VmRSS"] // _PAGE}
+
+
+def _preload(config: Mapping[str, Any]) -> None:
+    site.setquit()
+    sys.path.extend(path for path in config["path"] if path not in sys.path)
+    importlib.invalidate_caches()  # folders that were not there before the root was built
+    for name in config["preload"]:
+        importlib.import_module(name)
+        if name == "numpy":
+            importlib.import_module("numpy.random")  # loads lazily, and every child reseeds it
+
+
+def main(control: int, parent: int) -> None:
+    """Entry point in the fresh interpreter; the first message on ``control`` is the configuration."""
+    high = [os.dup(fd) for fd in (control, parent)]
+    null = os.open("/dev/null", os.O_RDWR)
+    for target, fd in enumerate([null, null, null, *high]):
+        os.dup2(fd, target)
+    os.closerange(_PARENT + 1, child.MOST_FILES)
+    sock = socket.socket(fileno=_CONTROL)
+    config = cast("dict[str, Any]", json.loads(sock.recv(1 << 18)))
+    try:
+        if config["tier"] == "full":
+            jail.build(config)
+        os.dup2(os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC), _NAMESPACE)
+        os.umask(0o022)
+        _preload(config)
+        child.settle()
+        zygote = Zygote(sock, config)
+    except BaseException as error:
+        sock.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    sock.send(json.dumps({"started": os.getpid(), "landlock": kernel.landlock_abi()}).encode())
+    try:
+        zygote.serve()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the harness has gone; what runs here goes too
+    finally:
+        zygote.close()
+        os._exit(0)

@@ -1,0 +1,388 @@
+"""Sessions: code turn by turn in one process that keeps its state, and forks of it.
+
+A session and its forks are one *tree*: they share a process namespace, a budget and a keeper, the trusted
+process 1 that starts them, reads files for the harness and ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+from surefoot.core.errors import ConfigError, DataError, SurefootError
+from surefoot.sandbox.execution import MOST_REPORT, Job, Outputs, end_status
+from surefoot.sandbox.io import elsewhere
+from surefoot.sandbox.server import Server
+from surefoot.sandbox.text import clean
+from surefoot.sandbox.types import Limits, Result, SandboxFault, Status
+
+# Between the interrupt at the deadline and the kill.
+_GRACE_SECONDS = 1.0
+_SETTLE_SECONDS = 30.0
+
+
+class SessionEnded(SurefootError):
+    """The code ended its session, or made it refuse: a failure of the agent, not of the sandbox."""
+
+
+class Session:
+    """A process that runs turns. ``run`` never raises for what the code does; a dead session says KILLED."""
+
+    def __init__(self, seat: _Seat) -> None:
+        self._seat = seat
+
+    @property
+    def alive(self) -> bool:
+        """Whether a further turn can run."""
+        return self._seat.alive
+
+    async def run(
+        self, code: str, *, files: Mapping[str, bytes] | None = None, seconds: float | None = None
+    ) -> Result:
+        """Run one turn; names defined before are there. Turns of one session queue up.
+
+        At the deadline (``seconds``, else the session's limit) the code is interrupted and the state kept;
+        code that does not heed it within a second is killed, and the session with it. Too much output
+        ends a turn in the same way. Raises SandboxFault when the sandbox failed.
+        """
+        job = Job(code, files=files)
+        limit = self._seat.limits.seconds if seconds is None else seconds
+        if not 0 < limit <= self._seat.limits.seconds:
+            most = self._seat.limits.seconds
+            raise ConfigError(f"seconds must be above 0 and at most the session's {most:g}, got {seconds}")
+        return await elsewhere(self._seat.turn(job, limit))
+
+    async def fork(self) -> Session:
+        """A second session with a copy of this one's memory and working folder, as they are now.
+
+        The copy starts in its own folder: relative paths are its own, absolute ones name what the tree
+        shares. Threads are not copied. Raises SessionEnded when the session is dead or has no process left.
+        """
+        return Session(await elsewhere(self._seat.fork()))
+
+    async def read_file(self, path: str, *, most: int | None = None) -> bytes:
+        """The content of a regular file in the session's working folder.
+
+        ``path`` is relative; links of any kind are refused. ``most`` bytes at most, by default what
+        ``Limits.files_mb`` allows. Raises DataError for a file that is missing, refused or too large.
+        """
+        size = self._seat.limits.files_mb << 20 if most is None else most
+        return await elsewhere(self._seat.read_file(path, size))
+
+    async def close(self) -> None:
+        """End the session; its forks live on. A second call does nothing."""
+        await elsewhere(self._seat.close())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class _Tree:
+    """What a session and its forks share: the keeper, and who of them is alive."""
+
+    def __init__(self, server: Server, limits: Limits, control: socket.socket) -> None:
+        self.server = server
+        self.limits = limits
+        self.seats: dict[int, _Seat] = {}
+        self.folders = itertools.count(1)
+        self.ended: asyncio.Future[dict[str, Any]] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._control = control
+        self._answer: asyncio.Future[tuple[dict[str, Any], int]] | None = None
+        self._asking = asyncio.Lock()
+        self.started: asyncio.Future[int] = self._loop.create_future()
+        control.setblocking(False)
+        self._loop.add_reader(control.fileno(), self._receive)
+
+    def _receive(self) -> None:
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, fds = b"", []
+        if not message:
+            self._loop.remove_reader(self._control.fileno())
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_exception(SessionEnded("the session has ended"))
+            return
+        found = cast("dict[str, Any]", json.loads(message))
+        if "started" in found:
+            self.started.set_result(found["started"])
+        elif "exited" in found:
+            seat = self.seats.get(found["exited"])
+            if seat is not None:
+                seat.died(os.waitstatus_to_exitcode(found["status"]))
+        elif self._answer is not None and not self._answer.done():
+            self._answer.set_result((found, fds[0] if fds else -1))
+
+    def tell(self, op: str, pid: int) -> None:
+        """``interrupt`` or ``kill`` a process of the tree."""
+        with contextlib.suppress(SessionEnded):  # the keeper has gone; the fork server tells of it
+            self._send({"op": op, "pid": pid})
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(order).encode())
+        except OSError as error:
+            raise SessionEnded(f"the session has ended: {error.strerror}") from error
+
+    async def read(self, folder: str, path: str) -> tuple[dict[str, Any], int]:
+        """Ask the keeper to open a file: (its answer, a descriptor or -1)."""
+        async with self._asking:
+            self._answer = self._loop.create_future()
+            self._send({"op": "read", "folder": folder, "path": path})
+            return await asyncio.wait_for(self._answer, _SETTLE_SECONDS)
+
+    async def end(self) -> None:
+        """Let the keeper go, and everything with it."""
+        if self._control.fileno() >= 0:
+            self._loop.remove_reader(self._control.fileno())
+            self._control.close()
+        if self.ended is not None and not self.server.lost:
+            await asyncio.wait([self.ended], timeout=_SETTLE_SECONDS)
+
+
+class _Seat:
+    """One process of a tree, as seen from the harness."""
+
+    def __init__(self, tree: _Tree, folder: str) -> None:
+        self.tree = tree
+        self.limits = tree.limits
+        self.pid = 0
+        self.code: int | None = None
+        self._folder = folder
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()
+        self._heard: asyncio.Future[bytes] = self._loop.create_future()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self._excess = asyncio.Event()
+        self._violated = False
+        self.outputs = Outputs(tree.limits.output_bytes, self._excess.set, self._report)
+
+    @property
+    def alive(self) -> bool:
+        ended = self.tree.ended
+        return not self._gone.done() and not self.tree.server.lost and not (ended and ended.done())
+
+    def _report(self, message: bytes) -> None:
+        """Bytes from the agent's code: one report for each question, nothing else."""
+        if self._heard.done() and not message:
+            self._heard = self._loop.create_future()  # closed: every later question is answered so
+        if self._heard.done() or len(message) > MOST_REPORT:
+            self._violated = True
+            self._kill()
+            message = b""
+        if not self._heard.done():
+            self._heard.set_result(message)
+
+    def died(self, code: int) -> None:
+        """The keeper saw the process end."""
+        self.code = code
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def _kill(self) -> None:
+        if self.pid and self.alive:
+            self.tree.tell("kill", self.pid)
+
+    async def hear(self, seconds: float) -> bytes:
+        """The next report, or b"" when the process is gone or silent for ``seconds``."""
+        heard = self._heard
+        waiting: list[asyncio.Future[Any]] = [heard, self._gone]
+        if self.tree.ended is not None:
+            waiting.append(self.tree.ended)
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return heard.result() if heard.done() and not heard.cancelled() else b""
+
+    # ---- turns
+
+    async def turn(self, job: Job, seconds: float) -> Result:
+        async with self._lock:
+            if not self.alive:
+                return await self._dead(0.0, Status.KILLED)
+            for collector in (self.outputs.stdout, self.outputs.stderr):
+                collector.take()
+                collector.renew(self.limits.output_bytes, self._excess.set)
+            self._excess.clear()
+            begun = time.monotonic()
+            fd = job.payload()
+            try:
+                self._ask(b"C", [fd])
+            finally:
+                os.close(fd)
+            try:
+                report, stopped = await self._await_turn(seconds)
+            except asyncio.CancelledError:
+                self._kill()
+                raise
+            taken = time.monotonic() - begun
+            if not report or self._violated:
+                return await self._dead(taken, stopped or Status.KILLED)
+            return self._conclude(report, stopped, taken)
+
+    def _ask(self, message: bytes, fds: list[int]) -> None:
+        self.outputs.read_report()  # what came unasked must not pass for the answer
+        if self._violated or (self._heard.done() and not self._heard.result()):
+            return
+        self._heard = self._loop.create_future()
+        try:
+            socket.send_fds(self.outputs.report, [message], fds)
+        except OSError:  # the process closed its socket; it will be found dead
+            self._heard.set_result(b"")
+
+    async def _await_turn(self, seconds: float) -> tuple[bytes, Status | None]:
+        """(report, why the turn was stopped): first wait, then interrupt, then kill."""
+        heard = asyncio.ensure_future(self.hear(seconds))
+        excess = asyncio.ensure_future(self._excess.wait())
+        try:
+            await asyncio.wait([heard, excess], return_when=asyncio.FIRST_COMPLETED)
+            if heard.done() and (heard.result() or not self.alive):
+                return heard.result(), Status.OUTPUT_LIMIT if self._excess.is_set() else None
+            reason = Status.OUTPUT_LIMIT if self._excess.is_set() else Status.TIMEOUT
+            if heard.done() and self._heard.done():
+                await self._await_end(_GRACE_SECONDS)
+                if not self.alive:
+                    return b"", None
+                reason = Status.KILLED  # it closed its socket and lives on
+            elif self.alive:
+                self.tree.tell("interrupt", self.pid)
+                report = await self.hear(_GRACE_SECONDS)
+                if report:
+                    return report, reason
+            self._kill()
+            return b"", reason
+        finally:
+            heard.cancel()
+            excess.cancel()
+
+    def _conclude(self, report: bytes, stopped: Status | None, taken: float) -> Result:
+        stdout, stderr = clean(self.outputs.stdout.take()), clean(self.outputs.stderr.take())
+        kinds = {b"0": Status.OK, b"M": Status.MEMORY}
+        status = kinds.get(report[:1], Status.ERROR)
+        if self.outputs.excess:
+            status = Status.OUTPUT_LIMIT
+        elif stopped is not None and status is not Status.OK:
+            status = stopped
+        code = {Status.OK: 0, Status.TIMEOUT: 130}.get(status, 1)
+        value = clean(report[2:]) if status is Status.OK and report[1:2] == b"=" else ""
+        return Result(stdout, stderr, code, status, value, taken, self.outputs.excess)
+
+    async def _dead(self, taken: float, stopped: Status) -> Result:
+        """The result of a turn in which the process ended, or which found it ended."""
+        reason = await self._why()
+        stdout, stderr = clean(self.outputs.stdout.take()), clean(self.outputs.stderr.take())
+        excess = self.outputs.excess
+        code = -signal.SIGKILL if self.code is None else self.code
+        status = Status.KILLED
+        if stopped is not Status.KILLED:
+            status = stopped
+        elif reason or code < 0:
+            status = end_status(reason, code, b"", excess=excess, spent=False)
+        return Result(stdout, stderr + "[the session has ended]\n", code, status, "", taken, excess)
+
+    async def _await_end(self, seconds: float) -> None:
+        """Until the end of this process or of the whole tree is told, or for ``seconds``."""
+        waiting: list[asyncio.Future[Any]] = [self._gone]
+        if self.tree.ended is not None:
+            waiting.append(self.tree.ended)
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _why(self) -> str:
+        """Wait for the end to be known; the fork server's reason, if it was the one to end it."""
+        tree = self.tree
+        await self._await_end(_SETTLE_SECONDS)
+        if tree.server.lost:
+            raise SandboxFault("the fork server is gone, and the session with it")
+        if tree.ended is not None and tree.ended.done():
+            return str(tree.ended.result().get("reason", ""))
+        return ""
+
+    # ---- forks, files, the end
+
+    async def fork(self) -> _Seat:
+        async with self._lock:
+            if not self.alive:
+                raise SessionEnded("a session that has ended cannot be forked")
+            folder = str(next(self.tree.folders))
+            seat = _Seat(self.tree, folder)
+            try:
+                self._ask(b"F" + folder.encode(), seat.outputs.theirs)
+                seat.outputs.release()
+                answer = await self.hear(_SETTLE_SECONDS)
+                told = await seat.hear(_SETTLE_SECONDS) if answer == b"0" else b""
+                if told[:1] != b"F" or not told[1:].isdigit() or len(told) > 12:
+                    raise SessionEnded("the session could not be forked: no process or space left")
+            except BaseException:
+                seat.outputs.close()
+                raise
+            seat.pid = int(told[1:])
+            self.tree.seats[seat.pid] = seat
+            return seat
+
+    async def read_file(self, path: str, most: int) -> bytes:
+        if not path or path.startswith("/") or "\0" in path or len(path.encode()) > 4000:
+            raise DataError(f"path must be relative to the session's folder, got {path!r}")
+        inside = f"{self._folder}/{path}" if self._folder else path
+        found, fd = await self.tree.read("forks" if self._folder else "box", inside)
+        if fd < 0:
+            raise DataError(f"{path!r} cannot be read: {found.get('refused', 'no answer')}")
+        with open(fd, "rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise DataError(f"{path!r} holds more than {most} bytes")
+        return content
+
+    async def close(self) -> None:
+        if self.outputs.report.fileno() < 0:
+            return
+        self._kill()
+        self.died(-signal.SIGKILL)
+        self.outputs.close()
+        self.tree.seats.pop(self.pid, None)
+        if not self.tree.seats:
+            await self.tree.end()
+
+
+async def open_session(server: Server, limits: Limits, *, seed: int | None) -> Session:
+    """Start a session in ``server`` and wait until it is set up. Raises SandboxFault when it is not."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    tree = _Tree(server, limits, ours)
+    seat = _Seat(tree, "")
+    inputs = [Job(seed=seed).payload(), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
+    try:
+        fds = [*inputs, *seat.outputs.theirs, theirs.fileno()]
+        _, tree.ended = await server.order("session", fds, limits)
+        for fd in inputs:
+            os.close(fd)
+        inputs = []
+        theirs.close()
+        seat.outputs.release()
+        await asyncio.wait(
+            [tree.started, tree.ended], timeout=_SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not tree.started.done():
+            raise SandboxFault("a session could not be started: no answer from its keeper")
+        seat.pid = tree.started.result()
+        tree.seats[seat.pid] = seat
+        if await seat.hear(_SETTLE_SECONDS) != b"0":
+            why = clean(seat.outputs.stderr.take()).strip() or "no answer"
+            raise SandboxFault(f"a session could not be set up: {why}")
+    except BaseException:
+        for fd in inputs:
+            os.close(fd)
+        theirs.close()
+        await seat.close()
+        raise
+    return Session(seat)
