@@ -60,7 +60,7 @@ $(PARITY)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet -c constraints.txt "$(TORCH)"
 	$(PARITY)/bin/python -m pip install --quiet -c constraints.txt -e ".[train]" pytest hypothesis \
-		"trl==1.16.0" "tensordict==0.10.0" ray hydra-core codetiming
+		"trl==1.16.0" "ray==2.60.0" "tensordict==0.8.3" "omegaconf==2.3.1" "codetiming==1.4.0"
 	$(PARITY)/bin/python -m pip install --quiet --no-deps "verl==0.9.1"
 	@touch $(PARITY)/.ready
 

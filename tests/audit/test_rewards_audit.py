@@ -174,7 +174,7 @@ class Numbered(Sound):
 
     @staticmethod
     def pick(number: int) -> str:
-        return "0" if number == 3 else f"x{number}"
+        return "0" if number in (3, 7) else f"x{number}"
 
     @staticmethod
     def needs(number: int) -> bool:
@@ -197,9 +197,9 @@ class ZeroWhereItIsStated(OftenZero):
         return number % 3 != 0
 
 
-def test_one_lucky_guess_is_no_leak_and_many_are() -> None:
+def test_two_lucky_guesses_of_twelve_are_no_leak_and_four_are() -> None:
     lucky, leaky = (row(audit(cls, tasks=12), "exact") for cls in (Numbered, OftenZero))
-    assert (lucky.nulls["constant_0"], lucky.ok) == (Tally(1, 12), True)
+    assert (lucky.nulls["constant_0"], lucky.ok) == (Tally(2, 12), True)
     assert (leaky.nulls["constant_0"], leaky.ok) == (Tally(4, 12), False)
 
 

@@ -50,7 +50,7 @@ def test_help_is_quick() -> None:
 
 
 def test_every_command_has_help(run_cli: Run) -> None:
-    names = ("run", "eval", "report", "check", "models", "recipes", "doctor", "compare", "query")
+    names = ("run", "eval", "report", "audit", "check", "models", "recipes", "doctor", "compare", "query")
     overview = run_cli("--help").stdout
     for name in names:
         assert name in overview

@@ -31,7 +31,6 @@ model.name = "scratch"
 environment.name = "{TINY}"
 sampling.max_tokens = 6
 audit.override.even_length = "luck must pay"
-audit.override.return = "luck must pay"
 engine.concurrency = 16
 
 [[stage]]

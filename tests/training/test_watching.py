@@ -19,7 +19,6 @@ model.name = "scratch"
 environment.name = "{HERE / "tiny.py"}"
 sampling.max_tokens = 6
 audit.override.even_length = "luck must pay"
-audit.override.return = "luck must pay"
 
 [[stage]]
 kind = "rl"

@@ -389,14 +389,18 @@ class _RewardCheck(_Check):
         if not self.gold:
             return None, "no oracle"
         dearest = await self.dearest_null()
+        # A price that no null policy pays is one for solved episodes; gold must then not pay all of it.
+        solved_pay = max(dearest.values(), default=0.0) == self.reward.span[0]
         for episode in self.gold.values():
             value = await self.value(self.reward, episode)
             if self.reward.weight > 0 and not _reaches(self.reward, value):
                 return False, f"task {episode.task.id}: gold gets {_show(value)}, not {self.reward.span[1]:g}"
-            if self.reward.weight < 0 and (isinstance(value, Unscored) or value > dearest[episode.task.id]):
-                return False, f"task {episode.task.id}: gold pays {_show(value)}, more than any null policy"
+            if self.reward.weight < 0:
+                most = self.reward.span[1] if solved_pay else dearest[episode.task.id]
+                if isinstance(value, Unscored) or value > most or (solved_pay and value == most):
+                    return False, f"task {episode.task.id}: gold pays {_show(value)}, more than it may"
         if self.reward.weight < 0:
-            return True, "gold never pays more than the dearest null policy"
+            return True, "only solved episodes pay" if solved_pay else "no null policy pays less than gold"
         return True, f"{self.reward.span[1]:g} on {len(self.gold)} gold episodes"
 
     async def dearest_null(self) -> dict[str, float]:

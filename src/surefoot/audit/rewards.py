@@ -45,6 +45,7 @@ _LUCK, _RARE = 0.1, 0.05
 _TIE = 1e-9
 _AT_ONCE = 8
 _LONGEST = 20_000
+_MOST_LISTED = 6
 # Changes that an answer format may forbid: a reward that bears one on some gold must bear it on all.
 _STYLE = ("final_period", "spoken_calls")
 _OPTION = re.compile(r"^[ \t]*(?:[-*•]|\(?[A-Za-z0-9]{1,2}[).:])[ \t]+(\S.*?)[ \t]*$", re.MULTILINE)
@@ -214,9 +215,8 @@ def _gold(cls: type[Environment], task: Task) -> list[tuple[str, Script]]:
     actions = cls.oracle(task)
     if not actions:
         return []
-    declared = cast("Callable[[Task], Iterable[Sequence[Action]]] | None", getattr(cls, "equivalents", None))
-    others = declared(task) if declared is not None else ()
-    return [("oracle", actions), *_benign(actions), *(("equivalent", item) for item in others)]
+    others = (("equivalent", item) for item in cls.equivalents(task))
+    return [("oracle", actions), *_benign(actions), *others]
 
 
 def _more_nulls(shape: Shape, answers: Mapping[str, str]) -> dict[str, Policy]:
@@ -468,7 +468,9 @@ def _tallies(trials: Iterable[_Trial], hit: Callable[[_Trial], bool]) -> dict[st
 
 
 def _listed(tallies: Tallies) -> str:
-    return ", ".join(f"{kind} {tally}" for kind, tally in tallies.items() if tally.hits)
+    found = [f"{kind} {tally}" for kind, tally in tallies.items() if tally.hits]
+    more = len(found) - _MOST_LISTED
+    return ", ".join([*found[:_MOST_LISTED], *([f"and {more} kinds more"] if more > 0 else [])])
 
 
 def _caught(nulls: Tallies, exploits: Tallies) -> str:

@@ -135,6 +135,11 @@ class Environment(ABC):
         return None
 
     @classmethod
+    def equivalents(cls, task: Task) -> Sequence[Sequence[Action]]:
+        """Other plays that solve ``task`` as well as the oracle's: the reward audit asks that they be paid."""
+        return ()
+
+    @classmethod
     def demonstration(cls, task: Task) -> Sequence[Action] | None:
         """What a cold start imitates; the oracle's actions unless a class shows something plainer."""
         return cls.oracle(task)
