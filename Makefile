@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); the first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,verifiers,search,mcp,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,verify,judge,search,mcp,dev]"
 	@touch $(READY)
 
 # An interrupted demo goes on; after a finished one the next begins in a fresh folder. The run ends by
@@ -60,7 +60,7 @@ $(PARITY)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet -c constraints.txt "$(TORCH)"
 	$(PARITY)/bin/python -m pip install --quiet -c constraints.txt -e ".[train]" pytest hypothesis \
-		"trl==1.16.0" "ray==2.60.0" "tensordict==0.8.3" "omegaconf==2.3.1" "codetiming==1.4.0"
+		"trl==1.16.0" "ray==2.60.0" "tensordict==0.8.3" "omegaconf==2.4.0" "codetiming==1.4.0"
 	$(PARITY)/bin/python -m pip install --quiet --no-deps "verl==0.9.1"
 	@touch $(PARITY)/.ready
 

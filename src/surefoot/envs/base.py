@@ -136,7 +136,7 @@ class Environment(ABC):
 
     @classmethod
     def equivalents(cls, task: Task) -> Sequence[Sequence[Action]]:
-        """Other plays that solve ``task`` as well as the oracle's: the reward audit asks that they be paid."""
+        """Other plays that solve ``task`` like the oracle's; the reward audit asks that they be paid."""
         return ()
 
     @classmethod

@@ -1,0 +1,330 @@
+"""Verified rewards for answers in words, numbers and formulas.
+
+They read the final turn through ``submission`` only; this module must not execute anything itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal, cast
+
+from surefoot.core.errors import ConfigError, DataError
+from surefoot.core.types import Scored, Trust
+from surefoot.rewards.base import Episode, Reward, reward
+from surefoot.rewards.verifiers.helper import HelperDied, HelperPool, HelperTimeout
+from surefoot.rewards.verifiers.submission import (
+    Form,
+    check_form,
+    foreign_digit,
+    references,
+    submitted,
+    verified,
+)
+
+Percent = Literal["hundredths", "points", "refuse"]
+
+_MOST_ANSWER = 2_000
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+# A mark that changes the value of a number: a leading minus, one between digits, a percent sign.
+_KEPT = re.compile(r"(?<![^\s(\[$€£])-(?=[$€£]?\.?\d)|(?<=\d)[./:](?=\d)|(?<![^\s(\[$€£-])\.(?=\d)|(?<=\d)%")
+_PUNCTUATION = frozenset(string.punctuation)
+# fmt: off
+_AVOIDING = frozenset((
+    "", "i do not know", "i dont know", "dont know", "do not know", "unknown", "no answer", "none", "na",
+    "not sure", "im not sure", "i am not sure", "cannot answer", "i cannot answer", "cannot be determined",
+    "it cannot be determined", "not enough information", "insufficient information", "question is invalid",
+    "invalid question",
+))
+# fmt: on
+
+
+def normalise(text: str) -> str:
+    """Text after the SQuAD rules: lower case, no punctuation, no articles, single spaces.
+
+    Two differences. Marks that change a number stay, so that -5 is not 5 and 3.14 is not 314.
+    Characters are composed (NFC) but never folded into other scripts' look-alikes.
+    """
+    text = unicodedata.normalize("NFC", text).lower()
+    kept = {match.start() for match in _KEPT.finditer(text)}
+    text = "".join(char for i, char in enumerate(text) if i in kept or char not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _text_reward(
+    name: str,
+    weight: float,
+    form: Form,
+    last: bool,
+    judge: Callable[[str, Episode], tuple[float, str]],
+    *,
+    resolution: float | None = 1.0,
+    seconds: float = 30.0,
+) -> Reward:
+    """A reward that scores the submitted text; nothing submitted is 0 with the reason as evidence."""
+    check_form(name, form)
+
+    @reward(trust=Trust.VERIFIED, weight=weight, name=name, resolution=resolution, seconds=seconds)
+    def score(episode: Episode) -> Scored:
+        gold = references(episode)  # a task without reference is Unscored whatever was answered
+        if any(isinstance(item, bool) for item in gold):
+            raise DataError(f"task {episode.task.id}: reference {episode.reference!r} is no text or number")
+        found = submitted(episode.answer, form, last=last)
+        if found.text is None:
+            return verified(0.0, name, found.reason)
+        if len(found.text) > _MOST_ANSWER:
+            return verified(0.0, name, f"{len(found.text)} characters; at most {_MOST_ANSWER} are read")
+        value, evidence = judge(found.text, episode)
+        return verified(value, name, evidence)
+
+    return score
+
+
+def exact_match(
+    *,
+    form: Form = "whole",
+    last: bool = False,
+    strict: bool = False,
+    name: str = "exact_match",
+    weight: float = 1.0,
+) -> Reward:
+    """1 when the submitted text equals a reference after :func:`normalise`, else 0.
+
+    ``strict`` compares the texts as they are. A list as reference holds accepted aliases. Not
+    stopped: a task whose answers repeat (yes/no) pays a constant answer as often as it is right.
+    """
+
+    def judge(text: str, episode: Episode) -> tuple[float, str]:
+        gold = [str(item) for item in references(episode)]
+        if strict:
+            return float(text in gold), "compared as written"
+        mine = normalise(text)
+        hit = any(_equal_text(mine, text, item) for item in gold)
+        return float(hit), f"normalised answer {mine!r}"
+
+    return _text_reward(name, weight, form, last, judge)
+
+
+def _equal_text(mine: str, text: str, gold: str) -> bool:
+    normal = normalise(gold)
+    # A reference of articles and punctuation only would match every empty answer.
+    return mine == normal if normal else text.strip() == gold.strip()
+
+
+def token_f1(
+    *,
+    form: Form = "whole",
+    last: bool = False,
+    most_tokens: int = 40,
+    name: str = "token_f1",
+    weight: float = 1.0,
+) -> Reward:
+    """The best F1 of shared words (SQuAD) between the submitted text and a reference, in [0, 1].
+
+    Warning: F1 pays for parts, so a policy can live on hedging, and training on it alone is known to
+    end in answer avoidance (arXiv 2505.15117). So: an answer of more than ``most_tokens`` words is 0; a
+    refusal ("I do not know") is 0 and marked ``avoided`` in the evidence, unless it is the reference;
+    yes, no and references with digits must match exactly. Use :func:`exact_match` to define success.
+    """
+    if most_tokens < 1:
+        raise ConfigError(f"{name}: most_tokens is {most_tokens}; it must be >= 1")
+
+    def judge(text: str, episode: Episode) -> tuple[float, str]:
+        mine = normalise(text).split()
+        gold = [normalise(str(item)) or str(item) for item in references(episode)]
+        plain = " ".join(mine)
+        if plain in _AVOIDING and plain not in gold:
+            return 0.0, f"avoided: {text!r}"
+        if len(mine) > most_tokens:
+            return 0.0, f"{len(mine)} words; at most {most_tokens} are compared"
+        return max(_f1(mine, item.split()) for item in gold), f"{len(mine)} words"
+
+    return _text_reward(name, weight, form, last, judge, resolution=None)
+
+
+def _f1(mine: list[str], gold: list[str]) -> float:
+    short = len(gold) == 1 and (gold[0] in ("yes", "no", "noanswer") or any(c.isdigit() for c in gold[0]))
+    if short or (len(mine) == 1 and mine[0] in ("yes", "no", "noanswer")):
+        return float(mine == gold)
+    shared = sum((Counter(mine) & Counter(gold)).values())
+    return 2 * shared / (len(mine) + len(gold)) if shared else 0.0
+
+
+_DIGITS = r"[0-9]{1,300}"
+_GROUPED = r"[0-9]{1,3}(?:,[0-9]{3}){1,100}"
+
+
+def _number_pattern(thousands: bool, fractions: bool) -> re.Pattern[str]:
+    whole = f"(?:{_GROUPED}|{_DIGITS})" if thousands else _DIGITS
+    plain = rf"(?:{whole}(?:\.{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?[0-9]{{1,3}})?"
+    over = rf"(?:[ ]?/[ ]?(?P<under>{_DIGITS}))?" if fractions else ""
+    # Neither letters, digits nor marks that could belong to a number may touch it: x2, 3rd, 1,5, 3-5.
+    return re.compile(rf"(?<![\w.,/^-])(?P<sign>[+-]?)[$€£]?(?P<top>{plain}){over}(?P<percent>[ ]?%)?"
+                      r"(?![\w/^-]|[.,]\w|[ ]?±)")  # fmt: skip
+
+
+def parse_number(
+    text: str,
+    *,
+    thousands: bool = False,
+    fractions: bool = True,
+    percent: Percent = "hundredths",
+    last: bool = False,
+) -> Fraction:
+    """The one number in ``text``, exactly. Raises DataError when there is none, or more than one.
+
+    Read: sign, ASCII digits, decimal point, exponent, ``a/b`` (``fractions``), ``1,000``
+    (``thousands``), a currency sign, ``%`` (``hundredths``: 50% is 1/2; ``points``: it is 50). With
+    ``last`` the last of several counts. Any digit that is not part of a number read (``x2``, ``3-5``,
+    other scripts) makes the text ambiguous and is refused.
+    """
+    if strange := foreign_digit(text):
+        raise DataError(f"the digit {strange!r} is not ASCII")
+    text = text.replace("\N{MINUS SIGN}", "-")
+    matches = list(_number_pattern(thousands, fractions).finditer(text))
+    covered = sum(sum(char.isdigit() for char in match.group()) for match in matches)
+    if covered != sum(char.isdigit() for char in text):
+        raise DataError("some digits belong to no plain number")
+    if not matches:
+        raise DataError("there is no number")
+    if len(matches) > 1 and not last:
+        raise DataError(f"{len(matches)} numbers; exactly one is allowed")
+    return _fraction(matches[-1], percent)
+
+
+def _fraction(match: re.Match[str], percent: Percent) -> Fraction:
+    value = Fraction(Decimal(match["top"].replace(",", "")))
+    under = match.groupdict().get("under")
+    if under is not None:
+        if int(under) == 0:
+            raise DataError("division by zero")
+        value /= int(under)
+    if match["percent"]:
+        if percent == "refuse":
+            raise DataError("a percent sign is not read here")
+        value = value / 100 if percent == "hundredths" else value
+    return -value if match["sign"] == "-" else value
+
+
+def numeric(
+    *,
+    absolute: float = 0.0,
+    relative: float = 0.0,
+    form: Form = "whole",
+    last: bool = False,
+    thousands: bool = False,
+    fractions: bool = True,
+    percent: Percent = "hundredths",
+    name: str = "numeric",
+    weight: float = 1.0,
+) -> Reward:
+    """1 when the one number submitted is within max(absolute, relative * |reference|) of a reference.
+
+    Compared as exact fractions, so with both tolerances 0 only the number itself passes (0.5 and 1/2
+    are the same). Reading: :func:`parse_number`. References are int, float or such text. ``last``
+    takes the last of several answers and of several numbers. Not stopped: a tolerance so wide that
+    guesses pass.
+    """
+    for key, value in (("absolute", absolute), ("relative", relative)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name}: {key} is {value}; it must be finite and >= 0")
+
+    def read(text: str) -> Fraction:
+        return parse_number(text, thousands=thousands, fractions=fractions, percent=percent, last=last)
+
+    def judge(text: str, episode: Episode) -> tuple[float, str]:
+        gold = [_gold_number(item, episode, read) for item in references(episode)]
+        try:
+            mine = read(text)
+        except DataError as error:
+            return 0.0, str(error)
+        hit = any(abs(mine - item) <= max(_exact(absolute), _exact(relative) * abs(item)) for item in gold)
+        return float(hit), f"read a number from {text[:80]!r}"
+
+    return _text_reward(name, weight, form, last, judge)
+
+
+def _exact(value: float) -> Fraction:
+    return Fraction(repr(float(value)))
+
+
+def _gold_number(item: object, episode: Episode, read: Callable[[str], Fraction]) -> Fraction:
+    if isinstance(item, str):
+        return read(item)
+    if isinstance(item, int | Fraction):
+        return Fraction(item)
+    if isinstance(item, float) and math.isfinite(item):
+        return _exact(item)
+    raise DataError(f"task {episode.task.id}: reference {item!r} is not a finite number")
+
+
+_MATH = HelperPool(Path(__file__).parent / "children" / "math_child.py", memory_mb=1500, site=True)
+_MATH_MOST = 400
+_CHILD_START_SECONDS = 15.0
+_DEADLINE = 600.0
+
+
+def math_answer(
+    *,
+    form: Form = "boxed",
+    last: bool = False,
+    seconds: float = 5.0,
+    name: str = "math_answer",
+    weight: float = 1.0,
+) -> Reward:
+    """1 when the submitted LaTeX is mathematically equal to a reference, by math-verify.
+
+    The check runs in a helper process with bounded memory, killed after ``seconds`` of CPU time, since
+    sympy can hold the interpreter for ever on an answer like 10^{10^{8}}. An answer that overruns or
+    breaks the helper is 0 if the reference passes against itself, and a failed measurement if not.
+    What math-verify accepts is narrowed: several values in a chain (4=5), work that is still to be
+    done where the reference is a plain number (4+1, an integral), a formula copied from the prompt,
+    other brackets than the reference's, digits in text. Decimals count as equal to exact values when
+    the first six digits agree. Not stopped: an equivalent form of the question's own expression where
+    the reference is not a plain number.
+
+    Raises ConfigError when math-verify is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"{name}: math-verify is not installed; pip install 'surefoot[verify]'")
+    if not seconds > 0:
+        raise ConfigError(f"{name}: seconds is {seconds}; it must be > 0")
+
+    def judge(text: str, episode: Episode) -> tuple[float, str]:
+        gold = [str(item) for item in references(episode)]
+        prompt = "\n".join(message.content for message in episode.task.prompt)
+        found = [_math_equal(item, text, prompt, seconds) for item in gold]
+        return max(found, key=lambda pair: pair[0])
+
+    return _text_reward(name, weight, form, last, judge, seconds=_DEADLINE)
+
+
+def _math_equal(gold: str, text: str, prompt: str, seconds: float) -> tuple[float, str]:
+    if len(text) > _MATH_MOST:
+        return 0.0, f"the formula has {len(text)} characters; at most {_MATH_MOST} are read"
+    if strange := foreign_digit(text):
+        return 0.0, f"the digit {strange!r} is not ASCII"
+    try:
+        reply = _math_ask(gold, text, prompt, seconds)
+    except (HelperTimeout, HelperDied) as error:
+        # Whose fault was it? If the reference can be checked, the answer broke the check.
+        control = _math_ask(gold, gold, "", seconds)
+        if control.get("equal") is not True:
+            raise DataError(f"reference {gold!r} cannot be compared with itself") from error
+        return 0.0, f"the answer could not be checked: {error}"
+    if "gold" in reply:
+        raise DataError(f"reference {gold!r} cannot be read: {reply['gold']}")
+    return float(reply["equal"] is True), str(reply["why"])
+
+
+def _math_ask(gold: str, text: str, prompt: str, seconds: float) -> dict[str, object]:
+    request = {"gold": gold, "answer": text, "prompt": prompt}
+    return cast("dict[str, object]", _MATH.ask(request, seconds, start=_CHILD_START_SECONDS))

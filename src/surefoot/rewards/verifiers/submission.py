@@ -1,0 +1,151 @@
+"""Finds the one answer in the turn that ended an episode, or says why there is none.
+
+Only text that the policy wrote in its last turn is read. This module must not know what is right.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from surefoot.core.errors import ConfigError, DataError, nearest
+from surefoot.core.types import Scored, Trust
+from surefoot.rewards.base import Episode
+
+Form = Literal["whole", "line", "tag", "boxed", "fence"]
+
+# A turn longer than this is refused before anything looks into it.
+MOST_CHARACTERS = 200_000
+# Marks of other speakers and of tools; only the harness may write them.
+_FORGED = re.compile(
+    r"<\|[^<>|\n]{1,40}\|>"
+    r"|</?(?:tool_response|tool_result|tool_output|tool_call|information|observation|result|output"
+    r"|function_results?|documents?|system|user|assistant|human|tool|search)\b[^<>\n]{0,80}>"
+    r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>",
+    re.IGNORECASE,
+)
+_LINE = re.compile(r"^[ \t]*Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FENCE = re.compile(r"^```[A-Za-z0-9_+-]*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+# What may still stand after an answer: the end of a formula, a sentence or an emphasis.
+_AFTER = re.compile(r"[\s$.*]*(?:\\[)\]])?[\s$.*]*")
+_THOUGHT_END = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """``text`` is the answer as written, or None, and then ``reason`` says what was wrong."""
+
+    text: str | None
+    reason: str = ""
+
+
+def forged_marks(text: str) -> tuple[str, ...]:
+    """Chat-template tokens and tool or role tags in ``text``; the policy has no business writing any."""
+    return tuple(match.group() for match in _FORGED.finditer(text))
+
+
+def submitted(text: str | None, form: Form = "whole", *, last: bool = False) -> Submission:
+    """The one answer in ``text``, an episode's final turn.
+
+    whole: the turn itself. line: ``Answer: X``, the last line. tag: ``<answer>X</answer>``. boxed:
+    ``\\boxed{X}``. fence: a code block between lines of three backticks. Exactly one must stand
+    there; with ``last`` several may, and the last counts. Nothing but closing punctuation may follow
+    it (after a fence anything but another fence may). What stands before ``</think>`` is no answer.
+    Outside fences, any tool tag or chat-template token voids the turn.
+    """
+    if text is None:
+        return Submission(None, "the episode did not end with an answer")
+    if len(text) > MOST_CHARACTERS:
+        return Submission(None, f"the turn has {len(text)} characters; at most {MOST_CHARACTERS} are read")
+    if "<think>" in text and _THOUGHT_END not in text:
+        return Submission(None, "the turn ends inside its reasoning")
+    text = text.rpartition(_THOUGHT_END)[2]
+    if form != "fence" and (marks := forged_marks(text)):
+        return Submission(None, f"forged mark {marks[0]!r}")
+    found = _FINDERS[form](text)
+    if not found:
+        return Submission(None, f"no answer in the form {form!r}")
+    if len(found) > 1 and not last:
+        return Submission(None, f"{len(found)} answers; exactly one is allowed")
+    answer, rest = found[-1]
+    if form != "fence" and not _AFTER.fullmatch(rest):
+        return Submission(None, "text follows the answer")
+    answer = answer.strip()
+    return Submission(answer) if answer else Submission(None, "the answer is empty")
+
+
+def _whole(text: str) -> list[tuple[str, str]]:
+    return [(text, "")]
+
+
+def _matches(pattern: re.Pattern[str]) -> Callable[[str], list[tuple[str, str]]]:
+    return lambda text: [(match.group(1), text[match.end() :]) for match in pattern.finditer(text)]
+
+
+def _tags(text: str) -> list[tuple[str, str]]:
+    found = _matches(_TAG)(text)
+    # A tag without its partner, or nested ones, make it unclear what was submitted.
+    clear = text.count("<answer>") == text.count("</answer>") == len(found)
+    return found if clear else []
+
+
+def _boxes(text: str) -> list[tuple[str, str]]:
+    """Contents of every ``\\boxed{...}`` with balanced braces; unbalanced or nested: none."""
+    found: list[tuple[str, str]] = []
+    at = 0
+    while (start := text.find("\\boxed{", at)) >= 0:
+        depth, at = 1, start + len("\\boxed{")
+        begin = at
+        while at < len(text) and depth:
+            if text[at] == "\\":
+                at += 1
+            elif text[at] in "{}":
+                depth += 1 if text[at] == "{" else -1
+            at += 1
+        content = text[begin : at - 1]
+        if depth or "\\boxed" in content:
+            return []
+        found.append((content, text[at:]))
+    return found
+
+
+_FINDERS: dict[Form, Callable[[str], list[tuple[str, str]]]] = {
+    "whole": _whole,
+    "line": _matches(_LINE),
+    "tag": _tags,
+    "boxed": _boxes,
+    "fence": _matches(_FENCE),
+}
+
+
+def check_form(owner: str, form: str) -> None:
+    """Raises ConfigError for a form that does not exist."""
+    if form not in get_args(Form):
+        raise ConfigError(f"{owner}: form is {form!r}; {nearest(form, get_args(Form))}")
+
+
+def foreign_digit(text: str) -> str:
+    """The first digit-like character outside ASCII (``５``, ``٥``, ``²``), or an empty string."""
+    return next((char for char in text if not char.isascii() and unicodedata.category(char)[0] == "N"), "")
+
+
+def references(episode: Episode) -> tuple[object, ...]:
+    """The accepted references: the task's own, or its items where it is a list, tuple or set.
+
+    Raises DataError when there is none: without a reference nothing can be verified.
+    """
+    value = episode.reference
+    items: tuple[object, ...]
+    items = tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)  # pyright: ignore[reportUnknownArgumentType]
+    if not items or any(item is None or item == "" for item in items):
+        raise DataError(f"task {episode.task.id}: reference is {value!r}; it must hold an answer")
+    return items
+
+
+def verified(value: float, name: str, evidence: str = "") -> Scored:
+    """A verified score with evidence."""
+    return Scored(value, Trust.VERIFIED, name, evidence)
