@@ -416,7 +416,7 @@ def excess_discounts(lengths: Tensor, other_lengths: Tensor, *, alpha: float) ->
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths.long())
     number = torch.arange(first.numel(), device=lengths.device) - first
     shared = number < torch.minimum(lengths, other_lengths).repeat_interleave(lengths.long())
-    return torch.where(shared, 1.0, alpha).double()
+    return shared.double() + alpha * (~shared).double()
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
