@@ -44,7 +44,10 @@ def grad_of(weight: Tensor) -> Tensor:
 
 
 def _plain(part: Any) -> bool:
-    return type(part) is nn.Linear and part.bias is None and part.weight.dtype == torch.float32
+    if type(part) is not nn.Linear:
+        return False
+    bias = cast("Tensor | None", part.bias)
+    return bias is None and part.weight.dtype == torch.float32
 
 
 def _is_norm(module: Any) -> bool:
