@@ -52,6 +52,8 @@ attack: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/sandbox.py
+	$(BIN)/python benchmarks/credit.py
+	$(BIN)/python benchmarks/credit_cost.py
 	$(BIN)/python benchmarks/step_vs_trl.py
 
 # verl (Python 3.11 or 3.12) asks for an older transformers and much else; its formulas import with these few.
