@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
 import time
 
@@ -139,3 +141,20 @@ def test_cancelled_caller_does_not_hand_a_busy_worker_to_the_next() -> None:
         assert asyncio.run(scenario()) == 5
     finally:
         release.set()
+
+
+def test_a_pool_that_is_dropped_gives_its_threads_and_descriptors_back() -> None:
+    async def use() -> None:
+        pool = WorkerPool()
+        worker = pool.acquire()
+        assert await worker.call(lambda: 1, 5.0) == 1
+        pool.release(worker)
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        asyncio.run(use())
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/fd")) > before + 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before + 6

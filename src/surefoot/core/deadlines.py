@@ -107,3 +107,7 @@ class WorkerPool:
         """Stop all idle workers."""
         while self._idle:
             self._idle.pop().stop()
+
+    def __del__(self) -> None:
+        # A worker holds a thread and three descriptors until it is told to stop.
+        self.close()

@@ -68,8 +68,10 @@ class _Helper:
     def _read_line(self, source: int, seconds: float) -> bytes:
         found = bytearray()
         used, began, wall = self._cpu(), time.monotonic(), max(_LEAST_WALL, _WALL * seconds)
+        ready = select.poll()  # select() cannot watch descriptors above 1023
+        ready.register(source, select.POLLIN)
         while not found.endswith(b"\n"):
-            if not select.select([source], [], [], min(_LOOK_SECONDS, seconds))[0]:
+            if not ready.poll(1000 * min(_LOOK_SECONDS, seconds)):
                 if self._cpu() - used >= seconds:
                     raise HelperTimeout(f"no result within {seconds:g} s of CPU time")
                 if time.monotonic() - began >= wall:
