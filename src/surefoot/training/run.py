@@ -179,8 +179,9 @@ class _Run:
         """
         latest = latest_checkpoint(self.run.checkpoint(arm, 0).parent)
         state = checkpoint.read_state(latest)["state"] if latest is not None else None
-        if state is not None and state["finished"]:
-            checkpoint.load_weights(cast("Path", latest), self.session.loaded.model)
+        if latest is not None and state is not None and state["finished"]:
+            _prune(latest.parent, 1)  # a kill may have come between writing the last one and this
+            checkpoint.load_weights(latest, self.session.loaded.model)
             return int(state["global_step"])
         done = int(state["global_step"]) if state is not None else 0
         files.truncate_json_lines(self.run.metrics, lambda line: line["arm"] != arm or line["step"] < done)
@@ -281,8 +282,7 @@ class _Run:
         path = self.run.checkpoint(arm, global_step)
         beside = training.companions if training is not None and optimizer else {}
         checkpoint.save(path, learner, state, optimizer=optimizer, companions=beside)
-        for old in sorted(path.parent.glob("step-*"))[: -1 if finished else -_KEEP]:
-            shutil.rmtree(old)
+        _prune(path.parent, 1 if finished else _KEEP)
         self.session.spent(Unit("", arm, "checkpoint", global_step, "checkpoint"), began, cpu)
 
     # evaluation ---------------------------------------------------------------------------------
@@ -334,6 +334,12 @@ class _Run:
             return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise StorageError(f"{path} cannot be read: {error}; delete it to measure again") from error
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints of an arm."""
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
 
 
 def _tasks_of(stage: Stage) -> int:
