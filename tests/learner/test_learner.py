@@ -154,13 +154,16 @@ def test_leaving_out_examples_with_zero_advantage_changes_nothing() -> None:
         Example(e.segments, e.behaviour, e.advantages * (i % 2), e.turns) for i, e in enumerate(examples())
     ]
     loss = RlLoss(algorithm("grpo", {}))
-    models = [model_of(), model_of()]
-    learner_of(models[0]).update(given, loss, sampling=Sampling())
-    learner_of(models[1]).update(
-        given, loss, sampling=Sampling(), keep=[i for i in range(len(given)) if i % 2]
-    )
-    for a, b in zip(*(m.parameters() for m in models), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    gradients: list[list[torch.Tensor]] = []
+    for keep in (None, [i for i in range(len(given)) if i % 2]):
+        learner = learner_of(model_of())
+        # Not the weights: Adam's first step, lr g / (|g| + 1e-8), shows the rounding of tiny gradients.
+        learner.optimizer.register_step_pre_hook(
+            lambda *_, own=learner: gradients.append([p.grad.clone() for p in own.parameters])
+        )
+        learner.update(given, loss, sampling=Sampling(), keep=keep)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:

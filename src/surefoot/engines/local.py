@@ -19,6 +19,7 @@ from surefoot.core.types import Finish, Int32, Sampling
 from surefoot.engines.base import Sample, SampleRequest
 from surefoot.engines.cache import Cache, PromptSlot, Row, RowAttention
 from surefoot.policy.forward import head_of, hidden_states, restrict
+from surefoot.policy.lean import project
 from surefoot.policy.trie import Trie, TrieAttention, build_trie, common_prefix
 
 
@@ -222,7 +223,7 @@ class LocalEngine:
                 by_sampling.setdefault(sampling, []).append(row)
         head = head_of(self._model)
         for sampling, members in by_sampling.items():
-            logits = torch.stack([row.hidden for row in members]) @ head.T
+            logits = project(torch.stack([row.hidden for row in members]), head).contiguous()
             for turn, token, logprob in self._pick(logits, sampling, members, rows):
                 turn.tokens.append(token)
                 turn.logprobs.append(logprob)
@@ -242,7 +243,8 @@ class LocalEngine:
         logp = torch.log_softmax(restrict(logits, sampling), dim=-1)
         mass = torch.cumsum(logp.exp(), dim=-1, dtype=torch.float64)
         drawn = torch.tensor([turn.uniforms[len(turn.tokens)] for _, turn in pairs], dtype=torch.float64)
-        picked = torch.searchsorted(mass[which], (drawn * mass[which, -1])[:, None], right=True)[:, 0]
+        own = mass if len(pairs) == len(members) else mass[which]  # one turn a row: already in order
+        picked = torch.searchsorted(own, (drawn * own[:, -1])[:, None], right=True)[:, 0]
         picked.clamp_(max=logits.shape[-1] - 1)
         values = logp[which, picked].tolist()
         return [

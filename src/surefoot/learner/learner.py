@@ -84,7 +84,7 @@ def score_tokens(
     examples: Sequence[Example],
     sampling: Sampling,
     *,
-    chunk: int = 64,
+    chunk: int = 128,
     value_head: nn.Linear | None = None,
 ) -> TokenScores:
     """One packed pass over the examples: their trained tokens in order, under ``sampling``.
@@ -111,7 +111,7 @@ def frozen_scores(
     sampling: Sampling,
     *,
     tokens_per_batch: int,
-    chunk: int = 64,
+    chunk: int = 128,
     value_head: nn.Linear | None = None,
 ) -> tuple[list[Float64], list[Float64]]:
     """Log-probs and values (empty without a head) of each example's trained tokens, without gradient."""
@@ -174,7 +174,7 @@ class Learner:
         *,
         total_updates: int,
         tokens_per_batch: int = 512,
-        chunk: int = 64,
+        chunk: int = 128,
         checkpoint_activations: bool = False,
         value_head: nn.Linear | None = None,
         value_lr: float = 1e-4,

@@ -96,44 +96,74 @@ class _SelectedLogprobs(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  the documented torch signature
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, sampling: Sampling, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, targets)
-        ctx.head, ctx.sampling, ctx.chunk = head, sampling, chunk
-        out = torch.empty(len(targets), dtype=hidden.dtype)
-        entropy = torch.empty(len(targets), dtype=hidden.dtype)
+        buffers = _Buffers(hidden, head, chunk)
+        out, entropy, top, total = (hidden.new_empty(len(targets)) for _ in range(4))
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            logp = torch.log_softmax(restrict(hidden[rows] @ head.T, sampling), dim=-1)
-            out[rows] = logp.gather(1, targets[rows, None])[:, 0]
-            entropy[rows] = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
+            logits = restrict(buffers.logits(hidden[rows], head), sampling)
+            top[rows] = logits.amax(-1)
+            wanted = logits.sub_(top[rows, None]).gather(1, targets[rows, None])[:, 0]
+            p = torch.exp(logits, out=buffers.spare(len(logits)))
+            total[rows] = p.sum(-1)
+            # Outside the support p is 0, and 0 times -inf would not be.
+            entropy[rows] = total[rows].log() - p.mul_(logits.clamp_(min=-1e4)).sum(-1) / total[rows]
+            out[rows] = wanted - total[rows].log()
+        ctx.save_for_backward(hidden, targets, top, total, entropy)
+        ctx.head, ctx.sampling, ctx.chunk = head, sampling, chunk
         ctx.set_materialize_grads(False)
         return out, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        hidden, targets = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        hidden, targets, top, total, entropy = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         grad, grad_entropy = cast("tuple[Tensor | None, Tensor | None]", grads)
         grad = hidden.new_zeros(len(targets)) if grad is None else grad
-        head, scale = cast("Tensor", ctx.head), 1.0 / (ctx.sampling.temperature or 1.0)
+        head, heat = cast("Tensor", ctx.head), 1.0 / (ctx.sampling.temperature or 1.0)
+        buffers = _Buffers(hidden, head, ctx.chunk)
         grad_hidden = torch.empty_like(hidden)
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = restrict(hidden[rows] @ head.T, ctx.sampling)
-            weight = None if grad_entropy is None else grad_entropy[rows, None] * scale
-            part = _grad_logits(logits, targets[rows], grad[rows, None] * scale, weight)
+            logits = restrict(buffers.logits(hidden[rows], head), ctx.sampling)
+            logits = logits.sub_(top[rows, None])
+            weight = None if grad_entropy is None else grad_entropy[rows, None] * heat
+            sums = (total[rows, None], entropy[rows, None])
+            part = _grad_logits(logits, *sums, targets[rows], grad[rows, None] * heat, weight)
             torch.mm(part, head, out=grad_hidden[rows])
             if head.requires_grad:
                 grad_of(head).addmm_(part.T, hidden[rows])
         return grad_hidden, None, None, None, None
 
 
-def _grad_logits(logits: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """d (g log p(target) + e H) / d logits = g (1[target] - p) - e p (log p + H), g and e the gradients."""
+class _Buffers:
+    """Two tensors of a chunk's logits, used again: mapping memory anew costs more than the arithmetic."""
+
+    def __init__(self, hidden: Tensor, head: Tensor, chunk: int) -> None:
+        rows = min(chunk, len(hidden))
+        self._logits = hidden.new_empty(rows, len(head))
+        self._spare = hidden.new_empty(rows * len(head))
+
+    def spare(self, rows: int) -> Tensor:
+        """Uninitialised float[rows, V]."""
+        return self._spare[: rows * self._logits.shape[1]].view(rows, -1)
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """hidden @ head.T: float[rows, V]. The product is faster with the many rows on the left."""
+        turned = torch.mm(head, hidden.T, out=self.spare(len(hidden)).view(len(head), -1))
+        return self._logits[: len(hidden)].copy_(turned.T)
+
+
+def _grad_logits(
+    logits: Tensor, total: Tensor, entropy: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """d (g log p(target) + e H) / d logits = g (1[target] - p) - e p (log p + H), g and e the gradients.
+
+    ``logits`` have their row's largest taken off, and are overwritten; ``total`` sums their exponentials.
+    """
     if grad_entropy is None:
-        part = torch.softmax(logits, dim=-1).mul_(-grad)
+        part = logits.exp_().mul_(-grad / total)
     else:
-        logp = torch.log_softmax(logits, dim=-1).clamp_(min=-1e4)
-        p = logp.exp()
-        entropy = -(p * logp).sum(-1, keepdim=True)
+        p = logits.exp().div_(total)
+        logp = logits.clamp_(min=-1e4).sub_(total.log())
         part = p.mul_(logp.add_(entropy).mul_(-grad_entropy).sub_(grad))
     part[torch.arange(len(part)), targets] += grad[:, 0]
     return part

@@ -111,6 +111,18 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 
 # arithmetic -----------------------------------------------------------------------------------------
 
+_FEW = 128  # rows; a decoding batch has fewer, a training batch more
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T. float[..., k], float[n, k] -> float[..., n].
+
+    Matrix products on CPUs want many rows on the left, so a small batch multiplies the other way round.
+    """
+    if x.ndim == 2 and 1 < len(x) <= _FEW:
+        return (weight @ x.T).T
+    return F.linear(x, weight)
+
 
 def _rms_scale(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
@@ -157,7 +169,7 @@ class _NormedLinears(torch.autograd.Function):
         ctx.save_for_backward(x, scale)
         ctx.norm, ctx.weights = norm, weights
         normed = (x * scale).mul_(norm)
-        return tuple(F.linear(normed, weight) for weight in weights)
+        return tuple(project(normed, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -179,7 +191,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return F.linear(x, weight)
+        return project(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
@@ -195,7 +207,7 @@ class _GatedDown(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(gate, up)
         ctx.down = down
-        return F.linear(F.silu(gate).mul_(up), down)
+        return project(F.silu(gate).mul_(up), down)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:

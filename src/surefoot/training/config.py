@@ -100,7 +100,7 @@ class LearnerConfig(_Section):
     """Memory: packed tokens at once, vocabulary rows at once, and whether activations are recomputed."""
 
     tokens_per_batch: Positive = 512
-    chunk: Positive = 64
+    chunk: Positive = 128
     checkpoint_activations: bool = False
 
 
