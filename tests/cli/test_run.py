@@ -99,6 +99,9 @@ def test_a_used_up_budget_exits_3_and_shows_what_there_is(run_cli: Run, recipe: 
     record = document(result)
     assert "budget.tokens is used up" in record["stopped"]
     assert record["verdict"] is None
+    again = run_cli("run", out, "--resume", "--set", "budget.tokens=20", "--no-report", "--json")
+    assert again.exit_code == 3
+    assert "of 20" in document(again)["stopped"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_a_used_up_budget_exits_3_and_shows_what_there_is(run_cli: Run, recipe: 
         (("--set", "no_equals_sign"), "is not of the form a.b=value"),
         (("--controls", "permutted"), "did you mean 'permuted'?"),
         (("--require", "lerned"), "did you mean 'learned'?"),
-        (("--resume", "--seed", "1", "--set", "seed=2"), "--set has no effect with --resume"),
+        (("--resume", "--seed", "1", "--set", "seed=2"), "--set seed=2 has no effect with --resume"),
         (("--resume",), "holds no run"),
         (("--dry-run", "--resume"), "--resume has no effect with --dry-run"),
     ],

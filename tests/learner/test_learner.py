@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,22 @@ def test_E23_a_resumed_learner_ends_at_the_same_bits(tmp_path: Path) -> None:
     steps(second, 3, 6)
     for a, b in zip(straight.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
+    tmp_path: Path, make_disk: Callable[[str], Path]
+) -> None:
+    learner = learner_of(model_of())
+    steps(learner, 0, 1)
+    checkpoint.save(tmp_path / "step-000001", learner, {"cursor": 1})
+    size = sum(item.stat().st_size for item in (tmp_path / "step-000001").iterdir())
+    for share in (1.05, 1.2, 1.5, 1.9):  # full in the weights, in the optimiser's state, near the end
+        disk = make_disk(f"{int(size * share) >> 10}k")
+        checkpoint.save(disk / "step-000001", learner, {"cursor": 1})
+        with pytest.raises(StorageError, match="step-000002 could not be written"):
+            checkpoint.save(disk / "step-000002", learner, {"cursor": 2})
+        assert [item.name for item in disk.iterdir()] == ["step-000001"]
+        assert checkpoint.load(disk / "step-000001", learner_of(model_of(seed=9))) == {"cursor": 1}
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])

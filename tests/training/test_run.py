@@ -249,6 +249,17 @@ def test_a_budget_stops_cleanly_with_what_there_is(tmp_path: Path) -> None:
     assert any(e["kind"] == "budget_reached" for e in read_json_lines(tmp_path / "small/events.jsonl"))
 
 
+def test_a_raised_budget_lets_the_run_go_on_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    assert start_run(config("budget.tokens=600"), out).stopped
+    with pytest.raises(ConfigError, match=r"stage.rl.steps=9.*only budget.tokens"):
+        resume_run(out, budget=["stage.rl.steps=9"])
+    assert resume_run(out, budget=["budget.tokens=1200"]).stopped
+    assert resume_run(out).stopped  # what was raised stays raised, and no more
+    assert not resume_run(out, budget=["budget.tokens=100000000"]).stopped
+    assert fingerprint(out) == fingerprint(finished)
+
+
 def test_too_many_unscored_episodes_stop_the_run_with_the_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(

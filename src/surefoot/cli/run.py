@@ -53,9 +53,13 @@ class _Request:
 
     def existing(self) -> Path:
         """The folder of the run to go on with. Raises ConfigError for settings that would not count."""
-        for flag, given in (("--set", bool(self.settings)), ("--controls", self.controls is not None)):
+        fixed = [setting for setting in self.settings if not setting.startswith("budget.")]
+        for flag, given in ((f"--set {', '.join(fixed)}", fixed), ("--controls", self.controls is not None)):
             if given:
-                raise ConfigError(f"{flag} has no effect with --resume; a run goes on with its own settings")
+                raise ConfigError(
+                    f"{flag} has no effect with --resume; a run goes on with its own settings, "
+                    "and only its budget may change"
+                )
         if (Path(self.recipe) / "manifest.json").is_file():
             for flag, given in (("--out", self.out), ("--seed", self.seed)):
                 if given is not None:
@@ -138,7 +142,7 @@ def _execute(request: _Request, json: bool) -> RunResult:
     try:
         with make_progress(json=json) as progress:
             if config is None:
-                return resume_run(folder, progress=progress)
+                return resume_run(folder, budget=request.settings, progress=progress)
             return start_run(config, folder, progress=progress)
     except KeyboardInterrupt as error:
         complain(f"interrupted; go on with: surefoot run {folder} --resume")

@@ -85,9 +85,9 @@ def _no_verdict(facts: Facts) -> Html:
         f"Reinforcement learning: {', '.join(progress)}." if progress else "No reinforcement step yet.",
         *(f"Being played: {name}, {count} episodes so far." for name, count in facts.journals.items()),
     ]
-    budgets = [event for event in facts.events if event.get("kind") == "budget_reached"]
-    if budgets:
-        lines.append(f"A budget ended the run: {budgets[-1].get('reason')}.")
+    ends = [event for event in facts.events if event.get("kind") in ("budget_reached", "resumed")]
+    if ends and ends[-1].get("kind") == "budget_reached":
+        lines.append(f"A budget ended the run: {ends[-1].get('reason')}.")
     return h(
         "section",
         h("h2", h("span", "… Unfinished", class_="badge unfinished"), " ", h("span", "No verdict yet.")),

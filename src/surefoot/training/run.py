@@ -117,12 +117,25 @@ def _audit(config: RunConfig, progress: Progress) -> list[tuple[str, dict[str, s
     return events
 
 
-def resume_run(out: Path, *, progress: Progress | None = None) -> RunResult:
-    """Go on with an interrupted run from its own settings. Raises SurefootError."""
+def resume_run(out: Path, *, budget: Sequence[str] = (), progress: Progress | None = None) -> RunResult:
+    """Go on with an interrupted run from its own settings. Raises SurefootError.
+
+    ``budget``: settings such as ``budget.tokens=5000`` that replace the run's, now and whenever it is
+    resumed again. They are kept as events; the run's own settings stay as they were.
+    """
+    for setting in budget:
+        if not setting.startswith("budget."):
+            raise ConfigError(
+                f"{setting!r} cannot change when a run is resumed: "
+                "only budget.tokens, budget.usd and budget.wall can"
+            )
     with RunDirectory.open(out) as run:
-        config = parse_config(run.config_toml, source=str(run.config))
+        earlier = [e["setting"] for e in files.read_json_lines(run.events) if e["kind"] == "budget_changed"]
+        config = parse_config(run.config_toml, source=str(run.config), overrides=[*earlier, *budget])
         check_config(config)
         run.event("resumed")
+        for setting in budget:
+            run.event("budget_changed", setting=setting)
         return _Run(config, run, progress or Silent()).execute()
 
 
