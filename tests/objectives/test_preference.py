@@ -31,6 +31,7 @@ from surefoot.objectives.preference import (
     log_one_minus_exp,
     orpo,
     pairs_by_rule,
+    pairs_by_score,
     preference,
     rpo,
     simpo,
@@ -557,3 +558,37 @@ def test_trajectory_sums_equal_a_slow_loop_and_carry_the_gradient(lengths: list[
 def test_bad_input_is_refused_by_name(call: Callable[[], object], error: type[Exception], field: str) -> None:
     with pytest.raises(error, match=field):
         call()
+
+
+def test_pairs_by_score_take_the_better_half_before_the_worse() -> None:
+    score = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.2, 7.0, 7.0, 1.0, 2.0])
+    group = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2])
+    chosen, rejected = pairs_by_score(score, group, limit=100)
+    found = set(zip(chosen.tolist(), rejected.tolist(), strict=True))
+    assert found == {(1, 0), (1, 4), (2, 0), (2, 4), (8, 7)}, "row 3 is the middle of five; a tie is no pair"
+    same = ["a", "b", "b", "c", "b", "d", "e", "f", "f"]
+    chosen, rejected = pairs_by_score(score, group, limit=100, content=same)
+    assert set(zip(chosen.tolist(), rejected.tolist(), strict=True)) == {(1, 0), (2, 0)}
+
+
+def test_pairs_by_score_are_drawn_by_seed_and_bounded_in_each_group() -> None:
+    score = torch.arange(32, dtype=torch.float64)
+    group = torch.arange(32) // 16
+    runs = [pairs_by_score(score, group, limit=4, seed=seed) for seed in (0, 0, 1)]
+    rows = [list(zip(a.tolist(), b.tolist(), strict=True)) for a, b in runs]
+    assert rows[0] == rows[1] != rows[2]
+    assert [sum(group[a] == g for a, _ in rows[0]) for g in (0, 1)] == [4, 4]
+    assert all(a % 16 >= 8 > b % 16 and a // 16 == b // 16 for a, b in rows[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("limit must be at least 1", lambda s, g: pairs_by_score(s, g, limit=0)),
+        ("content has 1 entries for 2", lambda s, g: pairs_by_score(s, g, limit=1, content=["x"])),
+        ("group must", lambda s, g: pairs_by_score(s, s, limit=1)),
+    ],
+)
+def test_pairs_by_score_names_what_is_wrong(words: str, call: Any) -> None:
+    with pytest.raises((ConfigError, DataError), match=words):
+        call(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]))

@@ -151,7 +151,11 @@ def train(path: Path, stage: str, *overrides: str, recipe: str = RECIPE) -> list
 @pytest.mark.parametrize("name", of_kind("rl"))
 def test_every_reinforcement_row_trains_and_stays_finite(name: str, tmp_path: Path) -> None:
     # In pairs a lone success is common; that is all that pass_at_k learns from.
-    extra = {"distill": ['stage.rl.teacher="scratch"'], "pass_at_k": ["stage.rl.group_size=2"]}
+    extra = {
+        "distill": ['stage.rl.teacher="scratch"'],
+        "pass_at_k": ["stage.rl.group_size=2"],
+        "sweet_rl": ["stage.rl.settings.value_lr=1e-3", "stage.rl.settings.candidates=4"],
+    }
     more = extra.get(name, [])
     steps = train(
         tmp_path / name, "rl", "stage.rl.steps=3", f'stage.rl.algorithm="{name}"',
@@ -193,6 +197,7 @@ class Interrupting(Silent):
 RESUMED: dict[str, list[str]] = {
     "ppo": [], "istar": ["stage.rl.settings.implicit_lr=1e-3"], "online_dpo": [], "archer": [], "areal": [],
     "dapo": [], "remax": [], "gigpo": [],
+    "sweet_rl": ["stage.rl.settings.value_lr=1e-3", "stage.rl.settings.candidates=4"],
     "grpo": ["stage.rl.settings.entropy_target=9.0",
              "stage.rl.settings.kl_coef=0.1", "stage.rl.settings.kl_reset_every=2",
              "stage.rl.settings.covariance=kl", "stage.rl.updates_per_step=2"],

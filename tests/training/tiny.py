@@ -31,5 +31,9 @@ class Tiny(ToolEnvironment):
         return Draft(text, text, text)
 
     @classmethod
+    def privileged(cls, task: Task) -> str:
+        return f"hidden {task.reference}"
+
+    @classmethod
     def oracle(cls, task: Task) -> list[Action]:
         return [answer("ok")]

@@ -145,6 +145,14 @@ class Environment(ABC):
         return cls.oracle(task)
 
     @classmethod
+    def privileged(cls, task: Task) -> str:
+        """What a critic may read of ``task`` while training, and the policy never; empty: nothing.
+
+        The hidden answer or state in words, for algorithms with an asymmetric critic (``sweet_rl``).
+        """
+        return ""
+
+    @classmethod
     def success_reward(cls) -> str:
         """Name of the reward whose full value counts as success: ``success``, or the first."""
         return cls.success or (cls.rewards[0].name if cls.rewards else "")

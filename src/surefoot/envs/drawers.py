@@ -67,6 +67,10 @@ class Drawers(ToolEnvironment):
         looks = [call("open", n=drawer) if renamed else call("look", d=drawer) for drawer in way]
         return (*looks, answer(str(task.reference)))
 
+    @classmethod
+    def privileged(cls, task: Task) -> str:
+        return ">".join([*task.metadata["way"], str(task.reference)])
+
     def tools(self) -> tuple[Tool, ...]:
         own = super().tools()
         return (own[0].renamed("open", arguments={"d": "n"}),) if self.task.variant == "rule" else own

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, cast, get_args
@@ -362,6 +362,40 @@ def pairs_by_rule(
         chosen += found
     table = torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
+
+
+def pairs_by_score(
+    score: Tensor, group: Tensor, *, limit: int, seed: int = 0, content: Sequence[object] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows int64 ``[P]`` of chosen and rejected members of each group (SWEET-RL, arXiv 2503.15478).
+
+    ``score`` float ``[n]``, ``group`` int ``[n]``. The chosen come from the better half of a group and the
+    rejected from the worse; of an odd number the middle one is left out. Of all such pairs ``limit`` are
+    drawn by ``seed``. Members of equal score or equal ``content`` (one entry each) make no pair.
+    """
+    values = cast("list[float]", token_tensor("score", score).detach().tolist())
+    check_integers("group", group, like=score, negative=True)
+    if limit < 1:
+        raise ConfigError(f"limit must be at least 1, got {limit}")
+    if content is not None and len(content) != len(values):
+        raise DataError(f"content has {len(content)} entries for {len(values)} scores")
+    members: dict[int, list[int]] = {}
+    for row, name in enumerate(cast("list[int]", group.tolist())):
+        members.setdefault(name, []).append(row)
+    table: list[tuple[int, int]] = []
+    for name, rows in sorted(members.items()):
+        ranked = sorted(rows, key=lambda row: -values[row])
+        half = len(ranked) // 2
+        found = [
+            (a, b)
+            for a, b in product(ranked[:half], ranked[len(ranked) - half :])
+            if values[a] > values[b] and (content is None or content[a] != content[b])
+        ]
+        if limit < len(found):
+            found = random.Random(derive("pairs_by_score", seed, name)).sample(found, limit)
+        table += sorted(found)
+    pairs = torch.tensor(table, dtype=torch.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def trajectory_sums(logp: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -135,6 +135,15 @@ class Codec:
             raise ModelError(f"the chat template refuses a conversation of ({roles}): {error}") from error
         return np.asarray(ids, dtype=np.int32)
 
+    def preamble(self, text: str) -> Int32:
+        """int32[N]: ``text`` as a message before a conversation, for a reader that is not the policy.
+
+        Raises like :meth:`start`.
+        """
+        ids = self.start((Message("user", text),))
+        cut = len(ids) - len(self._generation)
+        return ids[:cut] if ids[cut:].tolist() == self._generation else ids
+
     def extend(
         self, context: Ids, finish: Finish, new_messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> Int32 | None:

@@ -26,13 +26,15 @@ from surefoot.training.signal import CreditInput
 Setting = float | int | str
 Settings = Mapping[str, Setting]
 # What a row needs beside the policy; each costs memory or time, see ``COSTS``.
-Need = Literal["critic", "utterance_critic", "implicit", "greedy", "reference", "teacher"]
+Need = Literal["critic", "utterance_critic", "turn_critic", "implicit", "greedy", "reference", "teacher"]
 Kind = Literal["rl", "preference", "sft"]
 # What an implicit reward model learns from, or a supervised stage imitates.
 Learn = Literal["", "pairs", "outcomes", "demonstrations", "solved", "weighted"]
 COSTS: Mapping[Need, str] = {
     "critic": "a linear value head; a forward pass",
     "utterance_critic": "a small critic, fitted anew each step; a forward pass",
+    "turn_critic": "a second model that learns (weights, gradients, AdamW state); two forward passes and "
+    "`critic_epochs` updates",
     "implicit": "a second model that learns (weights, gradients, AdamW state); a forward pass and an update",
     "greedy": "a greedy episode of each task",
     "reference": "a frozen copy of the model; a forward pass",
@@ -65,6 +67,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "anchor": ("hash", "similarity"),
     "step_scale": ("none", "std"),
     "estimator": ("std", "none", "leave_one_out"),
+    "privileged": ("given", "withheld"),
 }
 
 # Every policy-gradient row takes these; a row may have other defaults.
@@ -118,20 +121,23 @@ SETTINGS: Mapping[str, str] = {
     "lam_alpha": "above 0: lambda is 1 - 1 / (lam_alpha l), at least 0",
     "value_clip": "how far a value may move from the old one in the critic's loss; 0: as far as it likes",
     "value_lr": "learning rate of the critic",
-    "value_warmup": "updates at the start of the stage without a policy loss",
-    "critic_epochs": "passes over the step's turns to fit the critic",
+    "value_warmup": "updates at the start of the stage without a policy loss (`sweet_rl`: of the critic)",
+    "critic_epochs": "passes over the step's turns to fit the critic (`sweet_rl`: its updates in a step)",
     "polyak": "share of the critic that its slow copy takes over in each pass",
     "omega": "weight of the step part",
     "anchor": "states are the same if equal (`hash`), or if 95 % alike as texts (`similarity`)",
     "step_scale": "divide by the standard deviation of what is compared, or not",
     "turn_coef": "weight of the part that rates the tool's use",
     "beta": "scale of the implicit reward, or of a preference's log-ratios (`reward_weighted`: temperature)",
-    "alpha": "weight of the step part (`rpo`, `cpo`: of the chosen one's likelihood)",
+    "alpha": "weight of the step part (`rpo`, `cpo`, `sweet_rl`: of the chosen one's likelihood)",
     "estimator": "compared with mean and std (`std`), mean (`none`), or the others' mean (`leave_one_out`)",
     "floor": "smallest standard deviation that step rewards are divided by",
     "implicit_lr": "learning rate of the implicit reward model",
     "limit": "largest size of an advantage",
-    "pairs": "most pairs of a task in a step",
+    "pairs": "most pairs of a task in a step (`sweet_rl`: of a turn)",
+    "candidates": "turns to rank at each point of an episode, the played one included",
+    "privileged": "whether the critic reads what the environment tells of a task for training only",
+    "critic_beta": "scale of the critic's advantages in its own loss",
     "form": "log-ratios of whole episodes (`sum`) or per token (`mean`)",
     "label_smoothing": "share of the pairs thought to be the wrong way round, below 0.5",
     "odds_weight": "weight of the odds ratio beside the likelihood",
@@ -177,6 +183,8 @@ class Algorithm:
     needs: frozenset[Need] = frozenset()
     formula: str = ""
     learn: Learn = ""
+    # The preference loss of a reinforcement row without a credit.
+    pair_loss: str = ""
 
     def with_settings(self, chosen: Settings) -> Algorithm:
         """The row with ``chosen`` in place of its own values. Raises ConfigError for an ignored one."""
@@ -200,14 +208,13 @@ class Algorithm:
     @property
     def preference(self) -> str:
         """The preference loss of the row, empty without one."""
-        if self.kind == "preference":
-            return self.name
-        return "dpo" if self.kind == "rl" and self.credit is None else ""
+        return self.name if self.kind == "preference" else self.pair_loss
 
     @property
     def loss_settings(self) -> Settings:
-        """The settings that a preference loss takes."""
-        return {key: value for key, value in self.settings.items() if key != "pairs"}
+        """The settings that the row's preference loss takes."""
+        own = PREFERENCES[self.preference].settings
+        return {key: value for key, value in self.settings.items() if key in own}
 
     def wanted(self) -> frozenset[Need]:
         """Everything the row needs under its settings."""
@@ -244,6 +251,7 @@ _WORK: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
         "two more, over answers to the wrong task",
         lambda row: row.kind == "preference" and not PREFERENCES[row.name].paired,
     ),
+    ("`candidates` samples of every turn", lambda row: "candidates" in row.settings),
     ("`samples` episodes of each task", lambda row: "samples" in row.settings),
 )
 
@@ -277,6 +285,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "samples": (1, math.inf),
     "per_task": (1, math.inf),
     "pairs": (1, math.inf),
+    "candidates": (2, math.inf),
 }
 _ABOVE_ZERO = frozenset(
     {
@@ -289,6 +298,7 @@ _ABOVE_ZERO = frozenset(
         "limit",
         "cap",
         "polyak",
+        "critic_beta",
     }
 )
 
@@ -877,6 +887,28 @@ _RL = (
         settings={**PREFERENCES["dpo"].settings, "pairs": 4},
         needs=frozenset({"reference"}),
         formula="-log sigmoid(beta d)",
+        pair_loss="dpo",
+    ),
+    Algorithm(
+        "sweet_rl",
+        "turns ranked by a critic that reads what the policy never sees",
+        "SWEET-RL, arXiv 2503.15478",
+        "something about a task is known in training only: its answer, a hidden state",
+        settings={
+            "candidates": 16,
+            "pairs": 4,
+            "beta": 0.1,
+            "alpha": 0.01,
+            "privileged": "given",
+            "critic_beta": 0.1,
+            "critic_epochs": 4,
+            "value_lr": 2e-7,
+            "value_warmup": 0,
+        },
+        needs=frozenset({"reference", "turn_critic"}),
+        formula="-log sigmoid(beta d) + alpha nll of a turn, d between turns that A ranks; "
+        "A = mean log p_critic - mean log p_reference, both given the privileged text",
+        pair_loss="rpo",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What an algorithm needs beside the policy: a reference, a teacher, an implicit reward model, a critic.
+"""What an algorithm needs beside the policy: a reference, a teacher, models that judge, a critic.
 
 Built from the policy as a stage begins; all of it that changes is part of the checkpoint.
 """
@@ -16,7 +16,7 @@ from surefoot.core.errors import ConfigError
 from surefoot.core.types import Sampling
 from surefoot.learner.batch import Example, Float64
 from surefoot.learner.checkpoint import Companions
-from surefoot.learner.learner import Learner, OptimizerSettings, frozen_scores, turn_states
+from surefoot.learner.learner import Learner, OptimizerSettings, UpdateReport, frozen_scores, turn_states
 from surefoot.policy.forward import base_of
 from surefoot.training.algorithms import Algorithm
 from surefoot.training.config import RunConfig
@@ -34,7 +34,7 @@ def value_head_of(model: nn.Module) -> nn.Linear:
 
 
 class Beside:
-    """The models beside one learner. ``reference`` and ``teacher`` are frozen; ``implicit`` learns."""
+    """The models beside one learner. ``reference`` and ``teacher`` are frozen, the others learn."""
 
     def __init__(
         self, row: Algorithm, learner: Learner, config: RunConfig, *, teacher: str | None, steps: int
@@ -47,14 +47,11 @@ class Beside:
             self.teacher = _teacher(config, teacher, learner.model)
         self.implicit: Learner | None = None
         if "implicit" in needs:
-            self.implicit = Learner(
-                copy.deepcopy(learner.model),
-                OptimizerSettings(lr=float(row.settings["implicit_lr"]), clip_norm=10.0),
-                total_updates=steps,
-                tokens_per_batch=learner.tokens_per_batch,
-                chunk=learner.chunk,
-                checkpoint_activations=learner.checkpoint_activations,
-            )
+            self.implicit = _twin(learner, float(row.settings["implicit_lr"]), 10.0, steps)
+        self.turn_critic: Learner | None = None
+        if "turn_critic" in needs:
+            updates = steps * int(row.settings["critic_epochs"])
+            self.turn_critic = _twin(learner, float(row.settings["value_lr"]), 1.0, updates)
 
     @property
     def companions(self) -> Companions:
@@ -64,6 +61,8 @@ class Beside:
             found["reference"] = self.reference
         if self.implicit is not None:
             found["implicit"] = self.implicit
+        if self.turn_critic is not None:
+            found["turn_critic"] = self.turn_critic
         return found
 
     def reset_reference(self) -> None:
@@ -85,11 +84,7 @@ class Beside:
     ) -> dict[str, Any]:
         """One step of the implicit reward model along the derivative of its loss by each log-prob."""
         assert self.implicit is not None
-        shifted = [
-            Example(e.segments, e.behaviour, slope, e.turns)
-            for e, slope in zip(examples, slopes, strict=True)
-        ]
-        report = self.implicit.update(shifted, linear_loss, sampling=sampling)
+        report = follow(self.implicit, examples, slopes, sampling)
         return {"implicit_grad_norm": report.grad_norm, "implicit_stepped": report.stepped}
 
     def states(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
@@ -97,10 +92,32 @@ class Beside:
         return turn_states(self.learner.model, examples, tokens_per_batch=self.learner.tokens_per_batch)
 
 
+def follow(
+    learner: Learner, examples: Sequence[Example], slopes: Sequence[Float64], sampling: Sampling
+) -> UpdateReport:
+    """One optimiser step down a loss given by its derivative ``slopes`` by each token's log-prob."""
+    shifted = [
+        Example(e.segments, e.behaviour, slope, e.turns) for e, slope in zip(examples, slopes, strict=True)
+    ]
+    return learner.update(shifted, linear_loss, sampling=sampling)
+
+
 def split(flat: Tensor, examples: Sequence[Example]) -> list[Float64]:
     """float64[M] over all examples -> one array for each."""
     ends = np.cumsum([example.trained for example in examples])[:-1]
     return [np.asarray(part) for part in np.split(flat.double().numpy(), ends)]
+
+
+def _twin(learner: Learner, lr: float, clip_norm: float, updates: int) -> Learner:
+    """A copy of the policy that learns something else, with an optimiser of its own."""
+    return Learner(
+        copy.deepcopy(learner.model),
+        OptimizerSettings(lr=lr, clip_norm=clip_norm),
+        total_updates=updates,
+        tokens_per_batch=learner.tokens_per_batch,
+        chunk=learner.chunk,
+        checkpoint_activations=learner.checkpoint_activations,
+    )
 
 
 def _frozen(model: nn.Module) -> nn.Module:

@@ -32,6 +32,7 @@ from surefoot.training.metrics import StepResult, common, mean, merge, merge_pai
 from surefoot.training.preference import PairUpdate, rank_pairs
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, CreditInput, credit_input, example_of, read_batch
+from surefoot.training.turns import TurnCritic
 from surefoot.training.watching import Watch
 
 # Engine and learner hold the same weights at a step's first update, so they must agree this well.
@@ -114,7 +115,10 @@ class RlTraining:
             greedy = self._greedy(index, groups, batch)
             # A greedy episode that could not be scored takes its task out of the batch.
             batch = replace(batch, valid=batch.valid & np.isfinite(greedy))
-        advantages, learned = self._learn(batch, learner, seed, greedy)
+        if "turn_critic" in self.row.needs:
+            advantages, learned = self._learn_turns(index, groups, batch, learner)
+        else:
+            advantages, learned = self._learn(batch, learner, seed, greedy)
         self._keep_credit(unit, groups, batch, advantages)
         metrics = {**self._signal(batch), **learned}
         self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
@@ -448,6 +452,36 @@ class RlTraining:
                 credit[row] += value
         advantages = [np.full(int(n), c) for c, n in zip(credit, batch.lengths, strict=True)]
         return advantages, merge_pairs(found)
+
+    def _learn_turns(
+        self, index: int, groups: Sequence[Group], batch: Batch, learner: Learner
+    ) -> tuple[list[Float64], dict[str, Any]]:
+        """The critic learns from the step's episodes; then the policy from turns that the critic ranks.
+
+        Before its first pair, and while it warms up, the critic ranks nothing. What is returned is its
+        advantage of the turns that were played.
+        """
+        advantages = [np.zeros(n) for n in batch.lengths]
+        rows = np.flatnonzero(batch.valid)
+        if self.arm == "frozen" or not len(rows):
+            return advantages, common(nothing(learner))
+        own = batch.take(rows)
+        tasks = {group.task.id: group.task for group in groups}
+        critic = TurnCritic(self.session, self.row.settings, self.beside, tasks)
+        warming = critic.critic.updates < int(self.row.settings["value_warmup"])
+        metrics = critic.learn(own)
+        if warming or not critic.critic.updates:
+            return advantages, {**metrics, **common(nothing(learner))}
+        unit = replace(self._unit(index, "-candidates"), phase="candidates")
+        seed = derive(self.session.config.seed, self.tag, index, "candidates")
+        ranked = critic.rank(unit, own, seed=seed)
+        for row, t, played in zip(rows, own.trajectories, ranked.played, strict=True):
+            advantages[row] = np.repeat(played, [turn.stop - turn.start for turn in t.turns])
+        update = PairUpdate(self.row.preference, self.row.loss_settings, self.beside, learner)
+        parts = np.array_split(np.array(ranked.pairs, np.int64).reshape(-1, 2), self.stage.updates_per_step)
+        found = [update.step(ranked.examples, [(int(a), int(b)) for a, b in part])[1] for part in parts]
+        used = {**merge_pairs(found), "candidates": len(ranked.examples)}
+        return advantages, {**metrics, **used, **_credit_metrics(advantages, batch)}
 
     # records --------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from surefoot.audit.rewards import admit, audit_rewards, check_overrides
 from surefoot.core.errors import BudgetReached, ConfigError, StorageError
+from surefoot.envs.base import Environment
 from surefoot.envs.loading import load_environment
 from surefoot.evaluation.summary import policy_scores, shared_tasks
 from surefoot.evaluation.verdict import PolicyScores, Verdict, judge
@@ -71,6 +72,7 @@ def check_config(config: RunConfig) -> None:
             raise ConfigError(f"stage rl: algorithm {row.name!r} {what} a teacher model")
         if isinstance(stage, RlStage):
             _check_stage(config, stage, row)
+            _check_privileged(cls, row)
 
 
 def _check_stage(config: RunConfig, stage: RlStage, row: Algorithm) -> None:
@@ -89,6 +91,16 @@ def _check_stage(config: RunConfig, stage: RlStage, row: Algorithm) -> None:
         )
     if settings.get("covariance") == "kl" and stage.updates_per_step == 1:
         raise ConfigError("settings.covariance = 'kl' has an effect only with updates_per_step above 1")
+
+
+def _check_privileged(cls: type[Environment], row: Algorithm) -> None:
+    """A critic that reads privileged text needs an environment that has some. Raises ConfigError."""
+    own = cls.privileged.__func__ is not Environment.privileged.__func__
+    if row.settings.get("privileged") == "given" and not own:
+        raise ConfigError(
+            f"algorithm {row.name!r} reads Environment.privileged(task), which {cls.name!r} does not define; "
+            'define it, or set settings.privileged = "withheld"'
+        )
 
 
 def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None) -> RunResult:

@@ -26,6 +26,7 @@ from surefoot.policy.models import LoadedModel, load
 from surefoot.policy.rendering import Codec, make_codec
 from surefoot.rewards.base import Reward
 from surefoot.rewards.suite import RewardSuite
+from surefoot.rollout.candidates import Point, points_of, sample_turns
 from surefoot.rollout.episode import Limits
 from surefoot.rollout.scheduler import Hooks, Rollouts
 from surefoot.runs import files
@@ -179,6 +180,49 @@ class Session:
     def perform(self, unit: Unit, tasks: Sequence[Task]) -> list[Group]:
         """One demonstrated episode of each task, from the store or played now."""
         return self._collect(unit, tasks, 1, 0, None)
+
+    def candidates(
+        self, unit: Unit, played: Sequence[tuple[Task, Trajectory]], *, members: int, seed: int
+    ) -> dict[str, list[list[Trajectory]]]:
+        """Trajectory id -> ``members`` others for each of its turns, sampled where it began.
+
+        A turn without tokens, or at a full context, has fewer. From the store, or sampled now.
+        """
+        if not self.store.exists(unit.name):
+            self._sample_candidates(unit, played, members, seed)
+        found = {
+            t.group_id: group.trajectories for group in self.store.read(unit.name) for t in group.trajectories
+        }
+        return {t.id: [list(found.get(Point(t, turn).id, ())) for turn in t.turns] for _, t in played}
+
+    def _sample_candidates(
+        self, unit: Unit, played: Sequence[tuple[Task, Trajectory]], members: int, seed: int
+    ) -> None:
+        began, cpu = time.perf_counter(), time.process_time()
+        groups: list[Group] = []
+        for task, trajectory in played:
+            self.check_budget()
+            sampled = sample_turns(
+                self.engine,
+                self.codec,
+                points_of(trajectory),
+                members=members,
+                sampling=self.sampling,
+                seed=seed,
+                concurrency=self.config.engine.concurrency,
+                seconds=self.config.limits.engine_seconds,
+            )
+            for found in asyncio.run(sampled):
+                for other, seconds in found:
+                    self.ledger.record_trajectory(
+                        unit.arm, unit.stage, unit.step, other.id, other.cost, seconds, phase=unit.phase
+                    )
+                if found:
+                    groups.append(Group(task, tuple(other for other, _ in found)))
+            self.engine.new_version(self.engine.version)  # the contexts of one episode are enough to hold
+        self.spent(unit, began, cpu)
+        labels = {"arm": unit.arm, "stage": unit.stage, "step": unit.step, "phase": unit.phase}
+        self.store.write(unit.name, groups, labels)
 
     def _collect(
         self, unit: Unit, tasks: Sequence[Task], members: int, seed: int, sampling: Sampling | None
