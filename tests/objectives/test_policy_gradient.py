@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,15 @@ from surefoot.objectives import (
     Aggregate,
     Clip,
     Ratio,
+    WeightSums,
     decoupled,
+    effective_sample_size,
     icepop,
     offpolicy_sequence_mask,
     policy_gradient,
     token_weights,
     truncated_importance,
+    weight_sums,
 )
 
 NAN = float("nan")
@@ -462,6 +466,53 @@ def test_offpolicy_mask_equals_the_formula_in_a_loop(batch: Batch) -> None:
         f64(*batch.new), f64(*batch.old), f64(*batch.advantage), ints(*batch.sequence), delta=0.51
     )
     assert got.tolist() == expected
+
+
+@given(
+    st.lists(st.lists(st.floats(-25, 3), min_size=1, max_size=6), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_effective_sample_size_equals_the_float64_formula_however_the_batch_is_split(
+    gaps: list[list[float]], rng: Any
+) -> None:
+    """Token and sequence level against sums in exact order, and the parts of a split add up to the whole."""
+
+    def reference(logs: list[float]) -> float:
+        w = [math.exp(min(max(x, -20.0), 20.0)) for x in logs]
+        return math.fsum(w) ** 2 / (len(w) * math.fsum(x * x for x in w))
+
+    old = [[rng.uniform(-5, -0.1) for _ in row] for row in gaps]
+    new = [[b + g for b, g in zip(*rows, strict=True)] for rows in zip(old, gaps, strict=True)]
+    cut = rng.randrange(len(gaps) + 1)
+    for level in ("token", "sequence"):
+        parts: list[WeightSums] = []
+        for rows in (range(cut), range(cut, len(gaps))):
+            if not rows:
+                continue
+            a, b = (
+                torch.tensor([x for i in rows for x in table[i]], dtype=torch.float64) for table in (new, old)
+            )
+            sequence = torch.tensor([i for i in rows for _ in gaps[i]])
+            parts.append(weight_sums(a, b, level, sequence if level == "sequence" else None))  # pyright: ignore[reportArgumentType]
+        got = effective_sample_size(
+            *(sum(float(getattr(p, name)) for p in parts) for name in ("count", "total", "squares"))
+        )
+        logs = [x for row in gaps for x in row] if level == "token" else [math.fsum(row) for row in gaps]
+        assert got is not None and 0 < got <= 1
+        assert got == pytest.approx(reference(logs), rel=1e-9)
+
+
+def test_effective_sample_size_is_1_for_equal_weights_and_1_over_n_for_a_single_one() -> None:
+    old = torch.full((4,), -2.0, dtype=torch.float64)
+    equal, single = old + 0.7, old + torch.tensor([18.0, -18.0, -18.0, -18.0])
+
+    def size(logp: Tensor) -> float | None:
+        found = weight_sums(logp, old)
+        return effective_sample_size(float(found.count), float(found.total), float(found.squares))
+
+    assert size(equal) == pytest.approx(1.0) and size(single) == pytest.approx(0.25)
+    assert effective_sample_size(0.0, 0.0, 0.0) is None
 
 
 def test_non_finite_tensors_name_the_field_and_the_place() -> None:

@@ -181,6 +181,7 @@ class Made:
                 "truncated": 0.0, "groups": 2, "dead_groups": 1, "singleton_groups": 0, "unscored": 0,
                 "advantage_abs_mean": 0.5, "entropy": 1.0 / (step + 1), "grad_norm": 2.0, "mismatch_kl": 1e-9,
                 "mismatch_max": 1e-6, "approx_kl": 0.0, "clip_fraction": 0.0, "stepped": True, "loss": 0.1,
+                "ess_token": 1.0, "ess_sequence": 1.0,
             })  # fmt: skip
             self.ledger.record_phase(arm, "rl", step, "rollout", 1.0, 1.5)
 

@@ -7,12 +7,15 @@ from surefoot.objectives.policy_gradient import (
     Level,
     PolicyLoss,
     Ratio,
+    WeightSums,
     decoupled,
+    effective_sample_size,
     icepop,
     offpolicy_sequence_mask,
     policy_gradient,
     token_weights,
     truncated_importance,
+    weight_sums,
 )
 
 __all__ = [
@@ -22,11 +25,14 @@ __all__ = [
     "Level",
     "PolicyLoss",
     "Ratio",
+    "WeightSums",
     "decoupled",
+    "effective_sample_size",
     "icepop",
     "kl_estimate",
     "offpolicy_sequence_mask",
     "policy_gradient",
     "token_weights",
     "truncated_importance",
+    "weight_sums",
 ]

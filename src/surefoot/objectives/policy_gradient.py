@@ -227,6 +227,43 @@ def icepop(
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)
 
 
+@dataclass(frozen=True)
+class WeightSums:
+    """Sums over importance weights w, float64 scalars without gradient that add up over micro-batches.
+
+    ``count`` weights, their sum ``total`` and the sum of their ``squares``.
+    """
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def weight_sums(
+    logp: Tensor, logp_behaviour: Tensor, level: Level = "token", sequence: Tensor | None = None
+) -> WeightSums:
+    """Sums over w = p / p_behaviour, of each token or once of each sequence; see ``truncated_importance``.
+
+    ``logp, logp_behaviour`` float ``[N]``; ``sequence`` int ``[N]``, whole in the call, for the levels that
+    need it. log w is limited to +-20.
+    """
+    weights = _importance(logp, logp_behaviour, level, sequence, field="logp")
+    share = torch.ones_like(weights)
+    if sequence is not None:
+        index, count = _sequences(weights, sequence)
+        share = 1 / count[index]  # a sequence's weight stands on each of its tokens
+    return WeightSums(share.sum(), (share * weights).sum(), (share * weights.square()).sum())
+
+
+def effective_sample_size(count: float, total: float, squares: float) -> float | None:
+    """(sum w)^2 / (n sum w^2), in (0, 1]: the share of the samples that the weights leave (Kong 1992).
+
+    1 where all weights are equal, 1 / n where one outweighs all others. The arguments are those of
+    ``WeightSums``; ``None`` of no weight.
+    """
+    return min(total * total / (count * squares), 1.0) if count > 0 and squares > 0 else None
+
+
 def decoupled(
     logp_proximal: Tensor,
     logp_behaviour: Tensor,

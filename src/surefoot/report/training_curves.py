@@ -137,6 +137,8 @@ _OPTIMISATION = (
     ("mismatch_max", "Largest gap in log-probability"),
     ("approx_kl", "KL of the update (approximate)"),
     ("clip_fraction", "Share of clipped tokens"),
+    ("ess_token", "Effective sample size (tokens)"),
+    ("ess_sequence", "Effective sample size (episodes)"),
     ("truncated", "Share of truncated episodes"),
     ("turns", "Turns per episode"),
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from surefoot.credit.values import value_loss
 from surefoot.learner.batch import TokenBatch
 from surefoot.learner.learner import Sums
-from surefoot.objectives import kl_estimate, offpolicy_sequence_mask, policy_gradient
+from surefoot.objectives import kl_estimate, offpolicy_sequence_mask, policy_gradient, weight_sums
 from surefoot.objectives.entropy import entropy_bonus, kl_cov_penalty
 from surefoot.training.algorithms import Algorithm
 
@@ -45,6 +45,7 @@ class RlLoss:
         # DPPO asks how far a token has moved from the sampler, not from the start of the step.
         sampler = self.clip.kind == "dppo"
         old = batch.behaviour if sampler else batch.columns.get("proximal", batch.behaviour)
+        sums: Sums = {}
         part = policy_gradient(
             batch.logp,
             old,
@@ -53,29 +54,46 @@ class RlLoss:
             sequence=batch.sequence,
             ratio=self.row.ratio,
             clip=self.clip,
-            correction=self._correction(batch),
+            correction=self._correction(batch, sums),
         )
         gap = (batch.logp.detach() - batch.behaviour).double()
         self.worst = max(self.worst, float(gap.abs().max()))
-        sums = {
+        sums |= {
             "clip_fraction": part.clip_fraction,
             "approx_kl": part.approx_kl,
             "entropy": (batch.weights * batch.entropy).sum(),
             "weight": batch.weights.sum(),
             "mismatch_kl": (batch.weights * (torch.exp(gap) - gap - 1)).sum(),
         }
+        self._weights(batch, sums)
         extras = self._critic(batch, sums)
         if not self.policy:
             return 0.0 * part.loss + extras, sums
         return part.loss + self._terms(batch, old, sums) + extras, sums
 
-    def _correction(self, batch: TokenBatch) -> Tensor | None:
+    def _weights(self, batch: TokenBatch, sums: Sums) -> None:
+        """How far the policy's weights over the sampler are spread, and the share of corrected tokens cut."""
+        spread = {
+            "token": weight_sums(batch.logp, batch.behaviour),
+            "sequence": weight_sums(batch.logp, batch.behaviour, "sequence", batch.sequence),
+        }
+        for level, found in spread.items():
+            sums[f"{level}_weights"] = found.count
+            sums[f"{level}_total"] = found.total
+            sums[f"{level}_squares"] = found.squares
+        if "correction" in batch.columns:
+            used = batch.columns["correction"]
+            cut = (used == 0) | (used >= float(self.row.settings["correction_cap"]))
+            sums["correction_clip_fraction"] = (batch.weights * cut).sum()
+
+    def _correction(self, batch: TokenBatch, sums: Sums) -> Tensor | None:
         found = [batch.columns["correction"]] if "correction" in batch.columns else []
         if "detached" in batch.columns:
             found.append(1.0 - batch.columns["detached"])
         if self.row.settings.get("correction") == "sequence_mask":
             mask = offpolicy_sequence_mask(batch.logp, batch.behaviour, batch.advantages, batch.sequence)
             found.append(mask)
+            sums["correction_clip_fraction"] = (batch.weights * (mask == 0)).sum()
         product = None
         for factor in found:
             product = factor if product is None else product * factor

@@ -9,6 +9,12 @@ from typing import Any
 import numpy as np
 
 from surefoot.learner.learner import Learner, UpdateReport
+from surefoot.objectives import effective_sample_size
+
+# Sums that the policy loss reports of its importance weights, from which the sample sizes are made.
+_LEVELS = ("token", "sequence")
+_PARTS = ("weights", "total", "squares")
+_SPREAD = tuple(f"{level}_{part}" for level in _LEVELS for part in _PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,11 @@ def merge(reports: Sequence[UpdateReport]) -> dict[str, Any]:
         "packed_tokens": sum(report.packed_tokens for report in reports),
         "stepped": any(report.stepped for report in reports),
     }
-    named = {name for report in ran for name in report.metrics} - {"loss", "weight"}
+    named = {name for report in ran for name in report.metrics} - {"loss", "weight"} - set(_SPREAD)
     always = ("clip_fraction", "approx_kl", "entropy", "mismatch_kl")
     for name in (*always, *sorted(named - set(always))):
         out[name] = sum(report.metrics[name] for report in ran) / weight if ran and weight else None
+    for level in _LEVELS:
+        total = [sum(report.metrics[f"{level}_{part}"] for report in ran) for part in _PARTS]
+        out[f"ess_{level}"] = effective_sample_size(*total)
     return out
