@@ -21,6 +21,7 @@ from surefoot.objectives.preference import (
     PREFERENCES,
     Pairs,
     Preferences,
+    Side,
     Unpaired,
     bradley_terry,
     dpo,
@@ -125,6 +126,8 @@ def pair_loop(name: str, p: dict[str, float], s: dict[str, Any]) -> float:
         return (1 - e) * neg_log_sigmoid(s["beta"] * d) + e * neg_log_sigmoid(-s["beta"] * d)
     if name == "ipo":
         return (d - 1 / (2 * s["beta"])) ** 2
+    if name in ("dmpo", "ld_dpo"):
+        return neg_log_sigmoid(s["beta"] * d)
     if name == "hinge":
         return max(0.0, 1 - s["beta"] * d)
     if name == "rpo":
@@ -144,6 +147,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("ipo", {}),
     ("ipo", {"beta": 0.3, "form": "sum"}),
     ("hinge", {"beta": 0.2}),
+    ("dmpo", {"beta": 0.3, "gamma": 0.5}),
+    ("ld_dpo", {"beta": 0.3, "alpha": 0.2}),
     ("rpo", {"alpha": 0.5}),
     ("cpo", {"beta": 0.3, "alpha": 2.0}),
     ("simpo", {"gamma": 0.5}),
@@ -374,6 +379,9 @@ def test_a_setting_the_loss_ignores_is_refused_with_the_nearest_name() -> None:
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing"),
         ("ipo", {"beta": NAN}, "beta"),
         ("hinge", {"beta": -1.0}, "beta"),
+        ("dmpo", {"gamma": 0.0}, "gamma"),
+        ("dmpo", {"gamma": 1.5}, "gamma"),
+        ("ld_dpo", {"alpha": 1.5}, "alpha"),
         ("rpo", {"alpha": -1.0}, "alpha"),
         ("cpo", {"alpha": -1.0}, "alpha"),
         ("simpo", {"gamma": -1.0}, "gamma"),
@@ -385,6 +393,17 @@ def test_a_setting_the_loss_ignores_is_refused_with_the_nearest_name() -> None:
 def test_a_bad_setting_is_refused_before_any_data(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preference(name, settings)
+
+
+def test_rows_weigh_the_tokens_of_a_side_by_their_own_settings() -> None:
+    side = Side(ints(5, 2), ints(3, 4), ints(1, 4, 2), ints(2, 1))
+    assert preference("dpo", {}).token_weights(side) is None
+    early = preference("dmpo", {"gamma": 0.5}).token_weights(side)
+    assert early is not None
+    late = 0.5 * (1 - 0.5) / (1 - 0.25)
+    assert early.tolist() == pytest.approx([1.0, late, late, late, late, 1.0, 1.0])
+    shared = preference("ld_dpo", {"alpha": 0.25}).token_weights(side)
+    assert shared is not None and shared.tolist() == [1, 1, 1, 0.25, 0.25, 1, 1]
 
 
 def test_a_row_refuses_data_of_the_other_kind() -> None:

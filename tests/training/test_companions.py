@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from surefoot.core.types import Sampling
 from surefoot.learner.batch import Example
-from surefoot.learner.learner import frozen_scores, turn_states
+from surefoot.learner.learner import end_states, frozen_scores, turn_states
 from surefoot.policy.forward import install
 from surefoot.policy.scratch import build_scratch
 from surefoot.training.preference import mismatched
@@ -60,6 +61,21 @@ def test_turn_states_are_those_around_each_turn_however_examples_are_batched() -
     torch.testing.assert_close(whole[0][:2], hidden[[2, 3]])
     torch.testing.assert_close(whole[1][:2], hidden[[3, 6]])
     assert not whole[0][3].any() and not whole[1][3].any(), "a turn without tokens has no state"
+
+
+def test_end_states_are_those_of_each_examples_last_token_however_they_are_batched() -> None:
+    model, given = model_of(), [example([5, 6, 7], [8, 9], [2]), example([5, 6], [9, 9, 9], [3])]
+    tokens, mask = given[0].segments[0]
+    shown = np.concatenate([tokens, np.array([11, 12], np.int32)])  # an observation after the last turn
+    seen = np.concatenate([mask, [False, False]])
+    given.append(replace(given[0], segments=((shown, seen),)))
+    whole = end_states(model, given, tokens_per_batch=1000)
+    torch.testing.assert_close(whole, end_states(model, given, tokens_per_batch=1))
+    for item, state in zip(given, whole, strict=True):
+        own = item.segments[0][0].tolist()
+        _, after = turn_states(model, [example(own[:1], own[1:], [len(own) - 1])], tokens_per_batch=1000)
+        torch.testing.assert_close(state, after[0])
+    assert not torch.allclose(whole[0], whole[2]), "what came after the last turn is part of the state"
 
 
 def test_mismatched_examples_keep_the_answer_and_take_another_tasks_opening() -> None:

@@ -103,6 +103,17 @@ def test_sampler_and_learner_agree_on_every_step(finished: Path) -> None:
     assert steps and all(m["mismatch_max"] < 1e-4 for m in steps)
 
 
+def test_every_step_reports_how_many_samples_its_weights_leave(finished: Path, tmp_path: Path) -> None:
+    """All of them right after sampling; fewer of episodes that an older policy sampled."""
+    fresh = [m for m in read_json_lines(finished / "metrics.jsonl") if m["stage"] == "rl" and m["stepped"]]
+    assert all(m["ess_token"] > 1 - 1e-6 and m["ess_sequence"] > 1 - 1e-6 for m in fresh)
+    settings = "{staleness=3, correction='tis', correction_cap=1.5}"
+    steps = train(tmp_path / "stale", "rl", f"stage.rl.settings={settings}", "stage.rl.lr=1e-2")
+    late = [m for m in steps if m["stepped"]][-1]
+    assert 0 < late["ess_sequence"] < late["ess_token"] < 0.999
+    assert late["mismatch_kl"] > 1e-4 and 0 <= late["correction_clip_fraction"] <= 1
+
+
 def test_arms_start_alike_and_then_part(finished: Path) -> None:
     """Same start, tasks and seeds: the first rollouts of two arms are the same, later ones are not."""
     store = TrajectoryStore(RunDirectory.open(finished, writable=False))
@@ -195,8 +206,8 @@ class Interrupting(Silent):
 
 
 RESUMED: dict[str, list[str]] = {
-    "ppo": [], "istar": ["stage.rl.settings.implicit_lr=1e-3"], "online_dpo": [], "archer": [], "areal": [],
-    "dapo": [], "remax": [], "gigpo": [],
+    "ppo": [], "istar": ["stage.rl.settings.implicit_lr=1e-3"], "online_dpo": [], "areal": [],
+    "archer": ["stage.rl.settings.replay=2"], "dapo": [], "remax": [], "gigpo": [],
     "sweet_rl": ["stage.rl.settings.value_lr=1e-3", "stage.rl.settings.candidates=4"],
     "grpo": ["stage.rl.settings.entropy_target=9.0",
              "stage.rl.settings.kl_coef=0.1", "stage.rl.settings.kl_reset_every=2",

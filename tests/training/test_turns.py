@@ -213,7 +213,7 @@ def test_the_privileged_text_is_in_the_critics_examples_and_nowhere_else(
         return score(model, examples, *args, **kwargs)
 
     async def sampled(self: LocalEngine, request: SampleRequest) -> Sample:
-        actors.add(id(self._model))
+        actors.add(id(vars(self)["_model"]))
         requests.append(codec.decode(request.tokens))
         return await sample(self, request)
 

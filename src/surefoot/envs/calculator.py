@@ -306,6 +306,10 @@ class Calculator(ToolEnvironment):
         return (attempt, attempt, final) if task.variant == "noisy_tool" else (attempt, final)
 
     @classmethod
+    def privileged(cls, task: Task) -> str:
+        return f"{task.metadata['expression']} = {task.reference}"
+
+    @classmethod
     def demonstration(cls, task: Task) -> Sequence[Action]:
         """A teacher who plays safe: it also calls on half of the problems that state their result.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -21,7 +21,7 @@ from surefoot.core.types import Sampling
 from surefoot.learner.batch import Example, Float64, TokenBatch, global_weights, split_micro_batches
 from surefoot.objectives.policy_gradient import Aggregate
 from surefoot.policy.forward import head_of, hidden_states, selected_logprobs
-from surefoot.policy.trie import TrieAttention, build_trie
+from surefoot.policy.trie import Trie, TrieAttention, build_trie
 
 Schedule = Literal["constant", "linear", "cosine"]
 # name -> value, each a sum over tokens under the global weights, so that micro-batches add up
@@ -138,25 +138,46 @@ def turn_states(
     """
     before: list[Tensor] = [torch.zeros(0)] * len(examples)
     after: list[Tensor] = [torch.zeros(0)] * len(examples)
-    with torch.no_grad():
-        for rows in split_micro_batches(examples, tokens_per_batch):
-            pairs = [(i, pair) for i in rows for pair in examples[i].segments]
-            trie = build_trie([tokens for _, (tokens, _) in pairs])
-            tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
-            hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
-            for i in rows:
-                own = zip(trie.places, pairs, strict=True)
-                place = np.concatenate([p[mask] for p, (j, (_, mask)) in own if j == i])
-                ends = np.cumsum(examples[i].turns)
-                starts, spoken = ends - examples[i].turns, examples[i].turns > 0
-                for into, index in (
-                    (before, trie.before[place[starts[spoken]]]),
-                    (after, place[ends[spoken] - 1]),
-                ):
-                    states = hidden.new_zeros(len(ends), hidden.shape[1])
-                    states[torch.from_numpy(spoken)] = hidden[torch.from_numpy(index)]
-                    into[i] = states
+    for owners, trie, hidden in _frozen_hidden(model, examples, tokens_per_batch):
+        for i in dict.fromkeys(owners):
+            places = [p for p, j in zip(trie.places, owners, strict=True) if j == i]
+            masks = [mask for _, mask in examples[i].segments]
+            place = np.concatenate([p[mask] for p, mask in zip(places, masks, strict=True)])
+            ends = np.cumsum(examples[i].turns)
+            starts, spoken = ends - examples[i].turns, examples[i].turns > 0
+            for into, index in (
+                (before, trie.before[place[starts[spoken]]]),
+                (after, place[ends[spoken] - 1]),
+            ):
+                states = hidden.new_zeros(len(ends), hidden.shape[1])
+                states[torch.from_numpy(spoken)] = hidden[torch.from_numpy(index)]
+                into[i] = states
     return torch.cat(before), torch.cat(after)
+
+
+def end_states(model: nn.Module, examples: Sequence[Example], *, tokens_per_batch: int) -> Tensor:
+    """Last hidden state at the last token of each example, what came after its last turn included.
+
+    float32[n, d].
+    """
+    ends: list[Tensor] = [torch.zeros(0)] * len(examples)
+    for owners, trie, hidden in _frozen_hidden(model, examples, tokens_per_batch):
+        for i, place in zip(owners, trie.places, strict=True):
+            ends[i] = hidden[int(place[-1])]  # the last segment of an example comes last
+    return torch.stack(ends)
+
+
+def _frozen_hidden(
+    model: nn.Module, examples: Sequence[Example], tokens_per_batch: int
+) -> Iterator[tuple[list[int], Trie, Tensor]]:
+    """By micro-batch: the example of each segment, the packed segments, and their hidden states."""
+    for rows in split_micro_batches(examples, tokens_per_batch):
+        owners = [i for i in rows for _ in examples[i].segments]
+        trie = build_trie([tokens for i in rows for tokens, _ in examples[i].segments])
+        tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
+        with torch.no_grad():
+            hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
+        yield owners, trie, hidden
 
 
 class Learner:

@@ -6,6 +6,7 @@ Fitted to given features and forgotten; must not know models, episodes or algori
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,13 +23,31 @@ _WIDTH = 128
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
     """K turns in order. before, after: float32[K, d], the states around each turn's tokens; rewards:
-    float64[K]; trajectory: int64[K], equal for the turns of one trajectory, which stand together.
+    float64[K]; trajectory: int64[K], equal for the turns of one trajectory, which stand together; weights:
+    float64[K], how likely the present policy is to take a turn, against the one that took it.
     """
 
     before: Tensor
     after: Tensor
     rewards: Tensor
     trajectory: Tensor
+    weights: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence[Turns]) -> Turns:
+        """All turns of ``parts``; trajectories of different parts are different ones."""
+        offsets = [0]
+        for part in parts:
+            offsets.append(
+                offsets[-1] + int(part.trajectory.max()) + 1 if len(part.trajectory) else offsets[-1]
+            )
+        return cls(
+            torch.cat([part.before for part in parts]),
+            torch.cat([part.after for part in parts]),
+            torch.cat([part.rewards for part in parts]),
+            torch.cat([part.trajectory + offset for part, offset in zip(parts, offsets, strict=False)]),
+            torch.cat([part.weights for part in parts]),
+        )
 
     @property
     def done(self) -> Tensor:
@@ -59,8 +78,9 @@ def fit_critic(
 ) -> UtteranceCritic:
     """A critic regressed on the turns by temporal differences with Polyak-averaged targets.
 
-    Q <- r + gamma (1 - done) V'(next state), V <- Q'(state, turn), for turns that the policy sampled
-    itself. Raises DataError for an empty batch.
+    Q <- r + gamma (1 - done) V'(next state) holds whoever took the turn. V <- Q'(state, turn) is about turns
+    of the present policy, so each one's part in it is multiplied by its weight. Raises DataError for an empty
+    batch.
     """
     if len(turns.rewards) == 0:
         raise DataError("turns is empty; a critic needs at least one turn to learn from")
@@ -75,7 +95,9 @@ def fit_critic(
             following[:, :-1] = old_v[:, 1:]
             want_q, want_v = steps.archer_targets(turns.rewards, done, following, old_q, gamma=gamma)
         q, v = critic.values(turns)
-        loss = (q - want_q.float()).square().mean() + (v - want_v.float()).square().mean()
+        loss = (q - want_q.float()).square().mean() + (
+            turns.weights.float() * (v - want_v.float()).square()
+        ).mean()
         optimizer.zero_grad()
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         optimizer.step()

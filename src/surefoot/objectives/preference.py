@@ -163,6 +163,11 @@ def hinge(pairs: Pairs, *, beta: float = 0.1) -> PreferenceLoss:
     return _paired(pairs.weights, (1 - beta * (good - bad)).relu(), beta * good, beta * bad)
 
 
+def discounted(pairs: Pairs, *, beta: float = 0.1) -> PreferenceLoss:
+    """-log sigmoid(beta d) on sums whose tokens are weighed, see ``Preference.token_weights``."""
+    return dpo(pairs, beta=beta)
+
+
 def rpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 1.0) -> PreferenceLoss:
     """DPO plus ``alpha`` times the chosen's NLL per token (iterative RPO, arXiv 2404.19733)."""
     check_not_negative("alpha", alpha)
@@ -259,12 +264,36 @@ def bradley_terry(
     return _paired(weights, -logsigmoid(good - bad - lead), good, bad)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The lengths of one side of ``P`` pairs.
+
+    ``lengths, other_lengths`` int ``[P]``: sampled tokens of this side of each pair and of the other;
+    ``turn_lengths`` int ``[K]``: tokens of the turns of this side, pair after pair; ``turns`` int ``[P]``:
+    turns of each.
+    """
+
+    lengths: Tensor
+    other_lengths: Tensor
+    turn_lengths: Tensor
+    turns: Tensor
+
+
+def _early_turns(side: Side, *, gamma: float = 0.7) -> Tensor:
+    return turn_discounts(side.turn_lengths, side.turns, gamma=gamma)
+
+
+def _shared_length(side: Side, *, alpha: float = 0.5) -> Tensor:
+    return excess_discounts(side.lengths, side.other_lengths, alpha=alpha)
+
+
 @dataclass(frozen=True, slots=True)
 class Preference:
     """One row of the table. ``settings`` holds the paper's values of everything a recipe may override.
 
     ``loss`` takes ``Unpaired`` where ``paired`` is False, else ``Pairs``, and the settings as keywords.
-    ``reference`` says whether log-probabilities of a reference policy are needed.
+    ``reference`` says whether log-probabilities of a reference policy are needed. ``discount`` gives the
+    weights of a side's tokens in its sums, from a ``Side`` and its own settings as keywords.
     """
 
     name: str
@@ -274,13 +303,21 @@ class Preference:
     reference: bool = True
     paired: bool = True
     settings: Settings = field(default_factory=lambda: {})
+    discount: Callable[..., Tensor] | None = None
+
+    def token_weights(self, side: Side) -> Tensor | None:
+        """float64 ``[N]``: what the tokens of ``side`` weigh in its log-probabilities; None: all alike."""
+        return None if self.discount is None else self.discount(side, **self._keywords(self.discount))
+
+    def _keywords(self, function: Callable[..., Any]) -> Settings:
+        return {key: self.settings[key] for key in _defaults(function)}
 
     def __call__(self, data: Preferences) -> PreferenceLoss:
         """The loss under the row's settings. Raises DataError for rows of the wrong kind."""
         if isinstance(data, Pairs) != self.paired:
             wanted = Pairs if self.paired else Unpaired
             raise DataError(f"{self.name!r} takes {wanted.__name__}, got {type(data).__name__}")
-        return self.loss(data, **self.settings)
+        return self.loss(data, **self._keywords(self.loss))
 
     def with_settings(self, chosen: Settings) -> Preference:
         """The row with ``chosen`` in place of its own. Raises ConfigError for an ignored or bad value."""
@@ -293,23 +330,39 @@ class Preference:
             if isinstance(value, bool) or isinstance(own, str) != isinstance(value, str):
                 raise ConfigError(f"settings.{key} = {value!r}; it must be a value like {own!r}")
         row = replace(self, settings={**self.settings, **chosen})
-        row(_probe(self.paired))  # a loss checks its own ranges
+        row(_probe(self.paired))  # a loss checks its own ranges, and so does a discount
+        one = torch.ones(1, dtype=torch.int64)
+        row.token_weights(Side(one, one, one, one))
         return row
 
 
 def _row(
-    name: str, summary: str, source: str, loss: Callable[..., PreferenceLoss], **options: bool
+    name: str, summary: str, source: str, loss: Callable[..., PreferenceLoss], **options: Any
 ) -> Preference:
-    """A table row whose settings are the keyword defaults of the loss: they are written once."""
-    parameters = inspect.signature(loss).parameters.values()
-    settings: dict[str, Any] = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    """A table row whose settings are the keyword defaults of its functions: they are written once."""
+    discount: Callable[..., Tensor] | None = options.get("discount")
+    settings = _defaults(loss) | ({} if discount is None else _defaults(discount))
     return Preference(name, summary, source, loss, settings=settings, **options)
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of the keyword-only parameters of ``function``."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 _ROWS = (
     _row("dpo", "logistic loss on the difference of log-ratios", "arXiv 2305.18290", dpo),
     _row("ipo", "squared distance of that difference from a fixed lead", "arXiv 2310.12036", ipo),
     _row("hinge", "hinge loss on the difference of log-ratios", "SLiC, arXiv 2305.10425", hinge),
+    _row("dmpo", "DPO whose early turns count more", "arXiv 2406.14868", discounted, discount=_early_turns),
+    _row(
+        "ld_dpo",
+        "DPO in which tokens beyond the shorter one's length count less",
+        "arXiv 2409.06411",
+        discounted,
+        discount=_shared_length,
+    ),
     _row("rpo", "DPO plus the chosen's likelihood", "iterative RPO, arXiv 2404.19733", rpo),
     _row("cpo", "DPO without reference, plus likelihood", "arXiv 2401.08417", cpo, reference=False),
     _row("simpo", "likelihood per token with a margin", "arXiv 2405.14734", simpo, reference=False),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from surefoot.core.errors import ModelError
 from surefoot.core.seeds import derive
 from surefoot.core.types import (
     Cost,
@@ -27,6 +28,7 @@ from surefoot.core.types import (
 )
 from surefoot.engines.base import Engine, Sample, SampleRequest
 from surefoot.policy.rendering import Codec
+from surefoot.rollout.scheduler import run_all
 
 _NOT_PLAYED = "a candidate turn: it was not played on"
 
@@ -68,7 +70,7 @@ async def sample_turns(
     """``members`` turns at each point, each as an unscored trajectory of one turn, and its seconds.
 
     All sampling follows from ``seed``, the seed of the point's episode, the turn and the member. A point
-    whose context is full gives none. ``seconds`` is the deadline of one turn.
+    whose context is full gives none. ``seconds`` is the deadline of one turn; raises ModelError after it.
     """
     plans = [(i, j) for i in range(len(points)) for j in range(members)]
     queue, done = deque(plans), dict[tuple[int, int], tuple[Sample, float]]()
@@ -81,7 +83,7 @@ async def sample_turns(
                 session = _name(point, j)
                 own = derive(seed, point.trajectory.seed, point.turn.index, j)
                 request = SampleRequest(session, point.context, sampling, codec.stop_ids, own)
-                sample = await asyncio.wait_for(engine.sample(request), seconds)
+                sample = await _within(engine.sample(request), seconds, session)
                 engine.release(session)
                 done[i, j] = sample, time.perf_counter() - began
         finally:
@@ -90,9 +92,7 @@ async def sample_turns(
     slots = min(concurrency, len(plans))
     for _ in range(slots):
         engine.enter()
-    async with asyncio.TaskGroup() as running:
-        for _ in range(slots):
-            running.create_task(slot())
+    await run_all([asyncio.create_task(slot()) for _ in range(slots)])
     return [
         [
             (_trajectory(point, j, done[i, j][0], codec, sampling), done[i, j][1])
@@ -101,6 +101,15 @@ async def sample_turns(
         ]
         for i, point in enumerate(points)
     ]
+
+
+async def _within(sampling: Awaitable[Sample], seconds: float, session: str) -> Sample:
+    try:
+        return await asyncio.wait_for(sampling, seconds)
+    except TimeoutError as error:
+        raise ModelError(
+            f"{session}: the engine sampled no turn within limits.engine_seconds = {seconds:g}"
+        ) from error
 
 
 def _name(point: Point, member: int) -> str:

@@ -153,7 +153,7 @@ class Rollouts:
         if engine is not None:
             for _ in range(slots):
                 engine.enter()
-        await _all([asyncio.create_task(slot()) for _ in range(slots)])
+        await run_all([asyncio.create_task(slot()) for _ in range(slots)])
         scored = {t.id: t for group in await asyncio.gather(*scoring) for t in group}
         by_task = [plans[i * members : (i + 1) * members] for i in range(len(tasks))]
         return [
@@ -185,7 +185,7 @@ def _tell(hooks: Hooks, played: PlayedEpisode) -> None:
         hooks.on_event("close_fault", {"id": trajectory.id, "fault": played.closing_fault})
 
 
-async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def run_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Wait for all; when one fails, cancel the others before raising, so that none runs on unseen."""
     try:
         await asyncio.gather(*tasks)

@@ -68,6 +68,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "step_scale": ("none", "std"),
     "estimator": ("std", "none", "leave_one_out"),
     "privileged": ("given", "withheld"),
+    "bootstrap": ("none", "value"),
 }
 
 # Every policy-gradient row takes these; a row may have other defaults.
@@ -118,18 +119,23 @@ SETTINGS: Mapping[str, str] = {
     "delta": "how far a token's probability may move before the token is dropped",
     "gamma": "discount of what comes later (`simpo`: the lead that the chosen one must have)",
     "lam": "lambda of GAE",
+    "token_gamma": "the same, inside a turn",
+    "token_lam": "the same, inside a turn",
+    "bootstrap": "what follows where a limit cut an episode: nothing, or the critic's value of that state",
     "lam_alpha": "above 0: lambda is 1 - 1 / (lam_alpha l), at least 0",
     "value_clip": "how far a value may move from the old one in the critic's loss; 0: as far as it likes",
     "value_lr": "learning rate of the critic",
     "value_warmup": "updates at the start of the stage without a policy loss (`sweet_rl`: of the critic)",
     "critic_epochs": "passes over the step's turns to fit the critic (`sweet_rl`: its updates in a step)",
+    "replay": "earlier steps whose episodes the critic learns from too; 0: none",
     "polyak": "share of the critic that its slow copy takes over in each pass",
     "omega": "weight of the step part",
     "anchor": "states are the same if equal (`hash`), or if 95 % alike as texts (`similarity`)",
     "step_scale": "divide by the standard deviation of what is compared, or not",
     "turn_coef": "weight of the part that rates the tool's use",
     "beta": "scale of the implicit reward, or of a preference's log-ratios (`reward_weighted`: temperature)",
-    "alpha": "weight of the step part (`rpo`, `cpo`, `sweet_rl`: of the chosen one's likelihood)",
+    "alpha": "weight of the step part (`rpo`, `cpo`, `sweet_rl`: of the chosen one's likelihood; `ld_dpo`: "
+    "of the tokens by which one is longer)",
     "estimator": "compared with mean and std (`std`), mean (`none`), or the others' mean (`leave_one_out`)",
     "floor": "smallest standard deviation that step rewards are divided by",
     "implicit_lr": "learning rate of the implicit reward model",
@@ -251,6 +257,8 @@ _WORK: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
         "two more, over answers to the wrong task",
         lambda row: row.kind == "preference" and not PREFERENCES[row.name].paired,
     ),
+    ("a forward pass over cut episodes", lambda row: row.settings.get("bootstrap") == "value"),
+    ("two forward passes over the replay", lambda row: bool(row.settings.get("replay"))),
     ("`candidates` samples of every turn", lambda row: "candidates" in row.settings),
     ("`samples` episodes of each task", lambda row: "samples" in row.settings),
 )
@@ -278,6 +286,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "baseline": (-math.inf, math.inf),
     "entropy_coef": (-math.inf, math.inf),
     "lam": (0.0, 1.0),
+    "token_gamma": (0.0, 1.0),
+    "token_lam": (0.0, 1.0),
     "polyak": (0.0, 1.0),
     "filter_share": (0.0, 1.0),
     "filter_rounds": (1, math.inf),
@@ -381,6 +391,30 @@ def _gae(given: CreditInput, settings: Settings) -> Credited:
         gamma=_number(settings, "gamma"),
         lam=lam,
         valid=given.valid,
+        bootstrap=given.cut,
+    )
+    return Credited(values.whiten(advantages, given.lengths, valid=given.valid), targets)
+
+
+def _turn_rewards(given: CreditInput) -> Tensor:
+    """Each turn's reward with the prices of its tokens."""
+    owner = torch.arange(len(given.step_lengths)).repeat_interleave(given.step_lengths)
+    return given.step_rewards.index_add(0, owner, given.penalty)
+
+
+def _bilevel_gae(given: CreditInput, settings: Settings) -> Credited:
+    """A turn's value is that of its last token, and every token's value learns."""
+    advantages, targets = values.bilevel_gae(
+        _turn_rewards(given),
+        _given(given.values),
+        given.trajectory,
+        given.step_lengths,
+        turn_gamma=_number(settings, "gamma"),
+        turn_lam=_number(settings, "lam"),
+        token_gamma=_number(settings, "token_gamma"),
+        token_lam=_number(settings, "token_lam"),
+        valid=given.valid,
+        bootstrap=given.cut,
     )
     return Credited(values.whiten(advantages, given.lengths, valid=given.valid), targets)
 
@@ -391,15 +425,14 @@ def _turn_gae(given: CreditInput, settings: Settings) -> Credited:
     spoken = given.step_lengths > 0
     own = torch.zeros(len(first), dtype=torch.float64)
     own[spoken] = _given(given.values)[first[spoken]].double()
-    price = torch.zeros_like(own)
-    price.index_add_(0, torch.arange(len(own)).repeat_interleave(given.step_lengths), given.penalty)
     advantages, turn_targets = values.turn_gae(
-        given.step_rewards + price,
+        _turn_rewards(given),
         own,
         given.trajectory,
         gamma=_number(settings, "gamma"),
         lam=_number(settings, "lam"),
         valid=given.valid,
+        bootstrap=given.cut,
     )
     tokens = steps.steps_to_tokens(advantages, given.step_lengths)
     targets = torch.full_like(given.penalty, float("nan"))
@@ -522,7 +555,7 @@ def _dppo_clip(settings: Settings) -> Clip:
 
 _CLIP: Settings = {"clip_low": 0.2, "clip_high": 0.2, "dual": 0.0}
 _EPS: Settings = {"eps": 1e-6}
-_CRITIC: Settings = {"value_clip": 0.5, "value_lr": 1e-4, "value_warmup": 0}
+_CRITIC: Settings = {"bootstrap": "none", "value_clip": 0.5, "value_lr": 1e-4, "value_warmup": 0}
 
 
 def _rl(name: str, summary: str, source: str, when: str, credit: Credit, **rest: Any) -> Algorithm:
@@ -763,6 +796,18 @@ _RL = (
         formula="A = whiten(sum_k (gamma lam)^k delta_(t+k)), t counts turns",
     ),
     _rl(
+        "bilevel_ppo",
+        "GAE over turns, then over the tokens inside each turn",
+        "bi-level GAE of VAGEN, arXiv 2510.16907",
+        "long episodes of long turns: the return must reach a turn, and inside it a token",
+        _bilevel_gae,
+        clip=_ppo_clip,
+        settings={**_CLIP, "gamma": 0.95, "lam": 1.0, "token_gamma": 1.0, "token_lam": 1.0, **_CRITIC},
+        needs=frozenset({"critic"}),
+        formula="A = whiten(GAE of a turn's tokens), whose last one is paid A_turn + V, "
+        "A_turn = sum_k (gamma lam)^k delta_(t+k), t counts turns",
+    ),
+    _rl(
         "vapo",
         "PPO with clip-higher, a lambda that grows with length and a warmed-up critic",
         "arXiv 2504.05118",
@@ -791,6 +836,7 @@ _RL = (
             "value_lr": 1e-3,
             "critic_epochs": 50,
             "polyak": 0.1,
+            "replay": 0,
             "value_warmup": 0,
         },
         needs=frozenset({"utterance_critic"}),
@@ -949,6 +995,14 @@ _PAIRED: Mapping[str, tuple[str, str]] = {
     "dpo": ("-log sigmoid(beta d)", "the plain choice, for pairs of this policy or one close to it"),
     "ipo": ("(d - 1 / (2 beta))^2", "few pairs seen often, on which DPO would grow its lead without end"),
     "hinge": ("max(0, 1 - beta d)", "pairs that are in order by enough should be left alone"),
+    "dmpo": (
+        "-log sigmoid(beta d), turn t weighs gamma^t (1 - gamma^(T-t)) / (1 - gamma^T)",
+        "long episodes, whose late turns are the noisier part of a pair",
+    ),
+    "ld_dpo": (
+        "-log sigmoid(beta d), tokens beyond min(l+, l-) weigh alpha",
+        "the longer episode must not win or lose by its length alone",
+    ),
     "rpo": ("-log sigmoid(beta d) + alpha nll", "under DPO the chosen episodes grow less likely too"),
     "cpo": ("-log sigmoid(beta (log p+ - log p-)) + alpha nll", "there is no memory for a reference"),
     "simpo": (

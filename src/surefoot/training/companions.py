@@ -10,13 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from surefoot.core.errors import ConfigError
 from surefoot.core.types import Sampling
 from surefoot.learner.batch import Example, Float64
 from surefoot.learner.checkpoint import Companions
-from surefoot.learner.learner import Learner, OptimizerSettings, UpdateReport, frozen_scores, turn_states
+from surefoot.learner.learner import (
+    Learner,
+    OptimizerSettings,
+    UpdateReport,
+    end_states,
+    frozen_scores,
+    turn_states,
+)
 from surefoot.policy.forward import base_of
 from surefoot.training.algorithms import Algorithm
 from surefoot.training.config import RunConfig
@@ -90,6 +98,14 @@ class Beside:
     def states(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
         """Hidden states around each turn; see :func:`surefoot.learner.learner.turn_states`."""
         return turn_states(self.learner.model, examples, tokens_per_batch=self.learner.tokens_per_batch)
+
+
+def cut_values(learner: Learner, examples: Sequence[Example]) -> Tensor:
+    """float64[n]: the critic's value of the state that each example ends in."""
+    assert learner.value_head is not None, "the row's needs name a critic"
+    states = end_states(learner.model, examples, tokens_per_batch=learner.tokens_per_batch)
+    with torch.no_grad():
+        return learner.value_head(states)[:, 0].double()
 
 
 def follow(

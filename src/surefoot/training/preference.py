@@ -1,15 +1,15 @@
 """The preference stage, and the update on ranked pairs that online preference learning shares with it.
 
 A pair's loss is a function of the two trajectories' log-probs, so its gradient is taken in two passes:
-first the sums without gradient, then the derivative by each sum as a coefficient on its tokens. That is
-exact, and no micro-batch needs both sides at once.
+first the log-probs without gradient, then the derivative by each of them as a factor on its token. That
+is exact, and no micro-batch needs both sides at once.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,25 @@ from torch import Tensor
 from surefoot.core.errors import ConfigError, SignalError
 from surefoot.core.seeds import derive
 from surefoot.core.types import Group, Sampling
-from surefoot.learner.batch import Example
+from surefoot.learner.batch import Example, Float64
 from surefoot.learner.checkpoint import Companions
 from surefoot.learner.learner import Learner
 from surefoot.objectives.preference import (
     Pairs,
     PreferenceLoss,
+    Side,
     Unpaired,
     kto_baseline,
     pairs_by_rule,
     preference,
+    trajectory_sums,
 )
 from surefoot.runs.directory import RunDirectory
 from surefoot.runs.store import TrajectoryStore
 from surefoot.training.algorithms import Algorithm, Settings
 from surefoot.training.arms import TREATMENT
-from surefoot.training.companions import Beside
+from surefoot.training.companions import Beside, follow, split
 from surefoot.training.config import PreferenceStage, parse_config
-from surefoot.training.losses import linear_loss
 from surefoot.training.metrics import StepResult, common, nothing
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, example_of, read_batch
@@ -68,10 +69,11 @@ class PairUpdate:
 
     def step(
         self, everyone: Sequence[Example], pairs: Sequence[tuple[int, int]]
-    ) -> tuple[dict[int, float], dict[str, Any]]:
+    ) -> tuple[dict[int, Float64], dict[str, Any]]:
         """``pairs`` holds rows of ``everyone``, (chosen, rejected); one in several pairs is computed once.
 
-        Returns (row -> minus the loss's derivative by its log-prob, which acts as an advantage; metrics).
+        Returns (row -> minus the loss's derivative by each token's log-prob, which acts as its advantage;
+        metrics).
         """
         if not pairs:
             return {}, {"pairs": 0, "loss": None, **common(nothing(self.learner))}
@@ -80,42 +82,57 @@ class PairUpdate:
         examples = [everyone[row] for row in numbers]
         chosen = torch.tensor([place[a] for a, _ in pairs])
         rejected = torch.tensor([place[b] for _, b in pairs])
-        sums = _sums(self.learner.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
+        logp = _flat(self.learner.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
         reference = self._reference(examples)
         if self.loss.paired:
-            part = self.loss(self._pairs(examples, sums, reference, chosen, rejected))
+            part = self.loss(self._pairs(examples, logp, reference, chosen, rejected))
         else:
-            part = self.loss(self._unpaired(examples, sums, reference, chosen))
-        return self._apply(examples, numbers, sums, part, len(pairs))
+            part = self.loss(self._unpaired(examples, logp, reference, chosen))
+        return self._apply(examples, numbers, logp, part, len(pairs))
 
     def _reference(self, examples: Sequence[Example]) -> Tensor | None:
+        """Of every token: float64[M]."""
         if not self.loss.reference:
             return None
-        return _sums(self.beside.scores(self.beside.reference, examples, _PLAIN))
+        return _flat(self.beside.scores(self.beside.reference, examples, _PLAIN))
 
     def _pairs(
         self,
         examples: Sequence[Example],
-        sums: Tensor,
+        logp: Tensor,
         reference: Tensor | None,
         chosen: Tensor,
         rejected: Tensor,
     ) -> Pairs:
         lengths = torch.tensor([example.trained for example in examples])
+        better = self._sum_of(examples, lengths, chosen, rejected)
+        worse = self._sum_of(examples, lengths, rejected, chosen)
         return Pairs(
-            sums[chosen],
-            sums[rejected],
+            better(logp),
+            worse(logp),
             torch.full((len(chosen),), 1.0 / len(chosen), dtype=torch.float64),
-            None if reference is None else reference[chosen],
-            None if reference is None else reference[rejected],
+            None if reference is None else better(reference),
+            None if reference is None else worse(reference),
             lengths[chosen],
             lengths[rejected],
         )
 
+    def _sum_of(
+        self, examples: Sequence[Example], lengths: Tensor, own: Tensor, other: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """float64[M] of all tokens -> float64[P], the weighed sums over one side of each pair."""
+        first = lengths.cumsum(0) - lengths
+        rows: list[int] = own.tolist()
+        places = torch.cat([torch.arange(int(first[i]), int(first[i] + lengths[i])) for i in rows])
+        turn_lengths = torch.from_numpy(np.concatenate([examples[i].turns for i in rows]))
+        turns = torch.tensor([len(examples[i].turns) for i in rows])
+        weights = self.loss.token_weights(Side(lengths[own], lengths[other], turn_lengths, turns))
+        return lambda tokens: trajectory_sums(tokens[places], lengths[own], weights)
+
     def _unpaired(
         self,
         examples: Sequence[Example],
-        sums: Tensor,
+        logp: Tensor,
         reference: Tensor | None,
         chosen: Tensor,
     ) -> Unpaired:
@@ -123,24 +140,22 @@ class PairUpdate:
         assert reference is not None
         good = torch.zeros(len(examples), dtype=torch.bool)
         good[chosen] = True
+        lengths = torch.tensor([example.trained for example in examples])
         wrong = mismatched(examples)
         z = torch.zeros((), dtype=torch.float64)
         if wrong:
             policy = _sums(self.learner.frozen_scores(wrong, _PLAIN)[0])
             z = kto_baseline(policy, _sums(self.beside.scores(self.beside.reference, wrong, _PLAIN)))
         weights = torch.full((len(examples),), 1.0 / len(examples), dtype=torch.float64)
-        return Unpaired(sums, reference, good, weights, z)
+        own, others = trajectory_sums(logp, lengths), trajectory_sums(reference, lengths)
+        return Unpaired(own, others, good, weights, z)
 
     def _apply(
-        self, examples: Sequence[Example], rows: Sequence[int], sums: Tensor, part: PreferenceLoss, pairs: int
-    ) -> tuple[dict[int, float], dict[str, Any]]:
-        (slope,) = torch.autograd.grad(part.loss, sums)
-        slopes: list[float] = slope.tolist()
-        shifted = [
-            Example(e.segments, e.behaviour, np.full(e.trained, c), e.turns)
-            for e, c in zip(examples, slopes, strict=True)
-        ]
-        report = self.learner.update(shifted, linear_loss, sampling=_PLAIN)
+        self, examples: Sequence[Example], rows: Sequence[int], logp: Tensor, part: PreferenceLoss, pairs: int
+    ) -> tuple[dict[int, Float64], dict[str, Any]]:
+        (slope,) = torch.autograd.grad(part.loss, logp)
+        slopes = split(slope, examples)
+        report = follow(self.learner, examples, slopes, _PLAIN)
         metrics = {
             "pairs": pairs,
             "loss": float(part.loss.detach()),
@@ -178,7 +193,11 @@ def _opening(example: Example) -> np.ndarray[Any, np.dtype[np.int32]]:
     return tokens[: int(np.argmax(mask))] if mask.any() else tokens
 
 
-def _sums(parts: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> Tensor:
+def _flat(parts: Sequence[Float64]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _sums(parts: Sequence[Float64]) -> Tensor:
     return torch.tensor([float(part.sum()) for part in parts], dtype=torch.float64)
 
 

@@ -25,11 +25,12 @@ from surefoot.objectives import icepop, truncated_importance
 from surefoot.objectives.entropy import AdaptiveCoefficient, clip_cov, kl_cov
 from surefoot.training.algorithms import Algorithm, Credited
 from surefoot.training.arms import TREATMENT
-from surefoot.training.companions import Beside, split
+from surefoot.training.companions import Beside, cut_values, split
 from surefoot.training.config import RlStage
 from surefoot.training.losses import RlLoss
 from surefoot.training.metrics import StepResult, common, mean, merge, merge_pairs, nothing
 from surefoot.training.preference import PairUpdate, rank_pairs
+from surefoot.training.replay import Replay, turn_weights
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, CreditInput, credit_input, example_of, read_batch
 from surefoot.training.turns import TurnCritic
@@ -62,6 +63,8 @@ class RlTraining:
         # Control arms optimise a reward that means nothing; only the treatment can cheat.
         self._watch = Watch(session) if arm == TREATMENT else None
         self._beside: Beside | None = None
+        self._replay = Replay(int(row.settings.get("replay", 0)))
+        self._replay_metrics: dict[str, Any] = {}
 
     def prepare(self, learner: Learner) -> None:
         """Build what the algorithm needs beside the policy, from the policy as it is."""
@@ -84,7 +87,12 @@ class RlTraining:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this stage beside weights."""
         watched = self._watch.state() if self._watch is not None else {}
-        return {"entropy_coefficient": self._coefficient, "entropy": self._entropy, "monitors": watched}
+        return {
+            "entropy_coefficient": self._coefficient,
+            "entropy": self._entropy,
+            "monitors": watched,
+            "replay": self._replay.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's :meth:`state`."""
@@ -92,6 +100,14 @@ class RlTraining:
         self._entropy = state["entropy"]
         if self._watch is not None:
             self._watch.load(state["monitors"])
+        past: list[dict[str, Any]] = state.get("replay", [])  # older checkpoints have none
+        kept = [int(item["step"]) for item in past]
+        self._replay.load(past, {step: self._stored(step) for step in kept})
+
+    def _stored(self, index: int) -> list[Example]:
+        """The trained episodes of a finished step, as they were trained on."""
+        batch = self._read(self._sample(index), derive(self.session.config.seed, self.tag, index))
+        return [example_of(t) for t, ok in zip(batch.trajectories, batch.valid, strict=True) if ok]
 
     @property
     def _episodes(self) -> int:
@@ -118,7 +134,7 @@ class RlTraining:
         if "turn_critic" in self.row.needs:
             advantages, learned = self._learn_turns(index, groups, batch, learner)
         else:
-            advantages, learned = self._learn(batch, learner, seed, greedy)
+            advantages, learned = self._learn(index, batch, learner, seed, greedy)
         self._keep_credit(unit, groups, batch, advantages)
         metrics = {**self._signal(batch), **learned}
         self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
@@ -217,7 +233,7 @@ class RlTraining:
     # learning -------------------------------------------------------------------------------------
 
     def _learn(
-        self, batch: Batch, learner: Learner, seed: int, greedy: Float64 | None
+        self, index: int, batch: Batch, learner: Learner, seed: int, greedy: Float64 | None
     ) -> tuple[list[Float64], dict[str, Any]]:
         """(the advantages of each trajectory's tokens, metrics) of the step's updates."""
         if self.arm == "frozen" or not batch.valid.any():
@@ -234,6 +250,9 @@ class RlTraining:
         columns |= self._critic_columns(credited, given, examples)
         columns |= self._covariance(given, credited, seed, examples)
         metrics = self._updates(batch, examples, advantages, columns, learner)
+        if self._replay.limit:
+            self._remember(index, batch, examples, given)
+            metrics |= self._replay_metrics
         if self.beside.implicit is not None:
             metrics |= self._learn_implicit(batch, examples, given)
         return advantages, {**metrics, **_credit_metrics(advantages, batch)}
@@ -289,6 +308,8 @@ class RlTraining:
         given = credit_input(batch, extra.pop("penalty", None))
         if "critic" in self.row.needs:
             extra["values"] = _flat(learner.frozen_scores(examples, sampling)[1])
+        if settings.get("bootstrap") == "value":
+            extra["cut"] = self._cut(batch, examples, learner)
         if self.beside.implicit is not None:
             scores = self.beside.implicit.frozen_scores(examples, sampling)[0]
             behaviour = np.concatenate([e.behaviour for e in examples])
@@ -301,26 +322,63 @@ class RlTraining:
             given = replace(given, values=self._utterance_values(given, examples, seed))
         return given, columns
 
-    def _utterance_values(self, given: CreditInput, examples: Sequence[Example], seed: int) -> torch.Tensor:
-        """A = min Q - min V of each turn on its tokens, from a critic fitted to this step's turns.
+    def _cut(self, batch: Batch, examples: Sequence[Example], learner: Learner) -> torch.Tensor:
+        """float64[n]: the critic's value of the state in which a limit cut an episode off; 0 elsewhere."""
+        cut = torch.zeros(len(examples), dtype=torch.float64)
+        rows = [i for i, t in enumerate(batch.trajectories) if t.truncated and batch.valid[i]]
+        if rows:
+            cut[rows] = cut_values(learner, [examples[i] for i in rows])
+        return cut
 
-        The critic is fitted anew each step on the trunk's present states: no state to keep, and no
+    def _utterance_values(self, given: CreditInput, examples: Sequence[Example], seed: int) -> torch.Tensor:
+        """A = min Q - min V of each turn on its tokens, from a critic fitted to these and replayed turns.
+
+        The critic is fitted anew each step on the trunk's present states: no weights of it to keep, and no
         features of weights that are gone.
         """
         settings = self.row.settings
-        before, after = self.beside.states(examples)
+        everyone = self._turns(examples, given.step_rewards, given.trajectory)
         keep = given.valid[given.trajectory]
-        own = Turns(before[keep], after[keep], given.step_rewards[keep], given.trajectory[keep])
+        own = Turns(
+            everyone.before[keep],
+            everyone.after[keep],
+            everyone.rewards[keep],
+            everyone.trajectory[keep],
+            everyone.weights[keep],
+        )
         critic = fit_critic(
-            own,
+            Turns.join([*self._replayed(), own]),
             gamma=float(settings["gamma"]),
             epochs=int(settings["critic_epochs"]),
             lr=float(settings["value_lr"]),
             polyak=float(settings["polyak"]),
             seed=seed,
         )
-        everyone = Turns(before, after, given.step_rewards, given.trajectory)
         return steps.steps_to_tokens(turn_advantages(critic, everyone), given.step_lengths)
+
+    def _turns(self, examples: Sequence[Example], rewards: torch.Tensor, trajectory: torch.Tensor) -> Turns:
+        """The turns of examples of the present policy."""
+        before, after = self.beside.states(examples)
+        return Turns(before, after, rewards, trajectory, torch.ones(len(rewards), dtype=torch.float64))
+
+    def _replayed(self) -> list[Turns]:
+        """Turns of earlier steps, each weighed by how likely the present policy is to take it."""
+        found: list[Turns] = []
+        for past in self._replay.past:
+            turns = self._turns(past.examples, torch.from_numpy(past.rewards), past.trajectory)
+            logp = self.beside.learner.frozen_scores(past.examples, self.session.sampling)[0]
+            found.append(replace(turns, weights=turn_weights(logp, past.examples)))
+        self._replay_metrics = {
+            "replay_turns": sum(len(turns.rewards) for turns in found),
+            "replay_weight": mean([w for turns in found for w in turns.weights.tolist()]),
+        }
+        return found
+
+    def _remember(self, index: int, batch: Batch, examples: Sequence[Example], given: CreditInput) -> None:
+        """Put the step's trained episodes into the replay."""
+        keep = given.valid[given.trajectory]
+        own = [e for e, ok in zip(examples, batch.valid, strict=True) if ok]
+        self._replay.add(index, own, given.step_rewards[keep].numpy())
 
     def _critic_columns(
         self, credited: Credited, given: CreditInput, examples: Sequence[Example]
@@ -443,14 +501,13 @@ class RlTraining:
         pairs = np.array(list(zip(*ranked, strict=True)), np.int64).reshape(-1, 2)
         examples = [example_of(t) for t in batch.trajectories]
         update = PairUpdate(self.row.preference, self.row.loss_settings, self.beside, learner)
-        credit = np.zeros(len(examples))
+        advantages = [np.zeros(n) for n in batch.lengths]
         found: list[dict[str, Any]] = []
         for part in np.array_split(pairs, self.stage.updates_per_step):
             own, metrics = update.step(examples, [(int(a), int(b)) for a, b in part])
             found.append(metrics)
             for row, value in own.items():
-                credit[row] += value
-        advantages = [np.full(int(n), c) for c, n in zip(credit, batch.lengths, strict=True)]
+                advantages[row] += value
         return advantages, merge_pairs(found)
 
     def _learn_turns(

@@ -144,7 +144,8 @@ class CreditInput:
     trajectory, step_lengths: int64[K]; step_rewards: float64[K], the return included at the last turn;
     tool_step: bool[K]; anchors: what the environment showed before each turn. penalty: float64[M], a
     price per token (KL) that is not in the returns. Where the algorithm asks for them: values: float64[M]
-    (a critic's), log_ratio: float64[M] (an implicit reward model's), greedy: float64[n] (returns of the
+    (a critic's), cut: float64[n] (its value of the last state where a limit cut the episode off, else 0),
+    log_ratio: float64[M] (an implicit reward model's), greedy: float64[n] (returns of the
     greedy policy), teacher: float64[M] (a teacher's log-probs) beside behaviour: float64[M].
     ``learned`` says whether the implicit reward model has seen a pair yet.
     """
@@ -163,6 +164,7 @@ class CreditInput:
     behaviour: Tensor
     penalty: Tensor
     values: Tensor | None = None
+    cut: Tensor | None = None
     log_ratio: Tensor | None = None
     greedy: Tensor | None = None
     teacher: Tensor | None = None
