@@ -15,7 +15,7 @@ FIT = {"gamma": 0.9, "epochs": 300, "lr": 1e-2, "polyak": 1.0, "seed": 0}
 def one_step(taken: list[int], weights: list[float]) -> Turns:
     """Episodes of one turn from one state; turn 1 earns 1, turn 0 nothing."""
     n = len(taken)
-    after = torch.eye(WIDTH)[torch.tensor(taken)]
+    after = torch.eye(WIDTH)[torch.tensor(taken, dtype=torch.int64)]
     rewards = torch.tensor(taken, dtype=torch.float64)
     return Turns(torch.ones(n, WIDTH), after, rewards, torch.arange(n), torch.tensor(weights).double())
 

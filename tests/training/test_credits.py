@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from surefoot import credit
+from surefoot.core.errors import ConfigError
 from surefoot.credit import values
 from surefoot.runs.directory import RunDirectory
 from surefoot.runs.store import TrajectoryStore
 from surefoot.training import algorithms
-from surefoot.training.algorithms import ALGORITHMS
+from surefoot.training.algorithms import ALGORITHMS, Algorithm
 from surefoot.training.config import parse_config
 from surefoot.training.run import start_run
 from surefoot.training.signal import CreditInput
@@ -90,6 +91,15 @@ def test_the_bilevel_row_is_the_published_estimator_on_rewards_and_prices_of_tur
     got = row.credit(data, row.settings)
     torch.testing.assert_close(got.advantages, values.whiten(advantages, data.lengths))
     torch.testing.assert_close(got.targets, returns)
+
+
+@pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)
+def test_a_row_takes_each_of_its_own_settings_or_says_what_it_needs(row: Algorithm) -> None:
+    for key, value in row.settings.items():
+        try:
+            assert row.with_settings({key: value}).settings == row.settings
+        except ConfigError as error:
+            assert f"settings.{key} has an effect only with" in str(error)
 
 
 @pytest.mark.parametrize("name", CRITICS)

@@ -160,7 +160,7 @@ _ACTIVE: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
     "kl_reset_every": ("kl_coef above 0", lambda s: _on(s, "kl_coef")),
     "correction_cap": ("correction 'tis', 'tis_sequence' or 'icepop'", lambda s: s["correction"] in _CAPPED),
     "entropy_coef": ("entropy_target = 0", lambda s: not _on(s, "entropy_target")),
-    "lam": ("lam_alpha = 0", lambda s: not _on(s, "lam_alpha")),
+    "lam": ("lam_alpha = 0", lambda s: not float(s.get("lam_alpha", 0.0))),
     "filter_rounds": ("filter = 'dynamic'", lambda s: s["filter"] == "dynamic"),
     "filter_share": ("filter = 'variance'", lambda s: s["filter"] == "variance"),
     "roc_keep": ("filter = 'roc'", lambda s: s["filter"] == "roc"),
