@@ -611,3 +611,27 @@ def test_pairs_by_score_are_drawn_by_seed_and_bounded_in_each_group() -> None:
 def test_pairs_by_score_names_what_is_wrong(words: str, call: Any) -> None:
     with pytest.raises((ConfigError, DataError), match=words):
         call(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]))
+
+
+def test_bradley_terry_is_a_slow_loop_with_margins_and_a_centre() -> None:
+    good, bad, lead = f64(2.0, -1.5, 40.0), f64(0.5, 0.25, -40.0), f64(0.0, 1.0, 3.0)
+    weights = f64(0.5, 0.25, 0.25)
+    rows = zip(good.tolist(), bad.tolist(), lead.tolist(), weights.tolist(), strict=True)
+    wanted = sum(w * (math.log1p(math.exp(-(a - b - m))) + 0.1 * (a + b) ** 2) for a, b, m, w in rows)
+    found = bradley_terry(good, bad, weights=weights, margin=lead, center=0.1)
+    assert float(found.loss) == pytest.approx(wanted, rel=1e-12)
+    assert float(found.accuracy) == 0.75
+
+
+def test_bradley_terry_gradients_are_those_of_finite_differences() -> None:
+    good, bad = f64(2.0, -1.5, 0.0).requires_grad_(), f64(0.5, 0.25, 0.0).requires_grad_()
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return bradley_terry(a, b, weights=f64(0.5, 0.25, 0.25), margin=0.5, center=0.1).loss
+
+    assert torch.autograd.gradcheck(loss, (good, bad))  # pyright: ignore[reportUnknownMemberType]
+
+
+def test_bradley_terry_names_a_bad_centre() -> None:
+    with pytest.raises(ConfigError, match="center must be a number >= 0, got -1"):
+        bradley_terry(f64(1), f64(0), weights=f64(1), center=-1.0)

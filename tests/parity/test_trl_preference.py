@@ -326,17 +326,20 @@ def test_orpo_takes_the_nll_of_the_sampled_tokens_where_trl_counts_the_prompt_to
     assert agree(everything + odds, theirs)
 
 
-def test_the_reward_model_loss_agrees(data: Any, rows: Rows, tokenizer: Any, quiet: dict[str, Any]) -> None:
+@pytest.mark.parametrize("center", [0.0, 0.01])
+def test_the_reward_model_loss_agrees(
+    center: float, data: Any, rows: Rows, tokenizer: Any, quiet: dict[str, Any]
+) -> None:
     from trl import RewardConfig, RewardTrainer
 
     model = tiny_model(0, "LlamaForSequenceClassification")
     trainer = RewardTrainer(
         model,
-        args=RewardConfig(**quiet),
+        args=RewardConfig(**quiet, center_rewards_coefficient=center or None),
         train_dataset=data.remove_columns("prompt"),
         processing_class=tokenizer,
     )
     inputs = {"input_ids": rows.tokens, "attention_mask": rows.attention}
     chosen, rejected = model(**inputs).logits[:, 0].chunk(2)
-    ours = bradley_terry(chosen, rejected, weights=torch.full((PAIRS,), 1 / PAIRS))
+    ours = bradley_terry(chosen, rejected, weights=torch.full((PAIRS,), 1 / PAIRS), center=center)
     assert same(trainer, ours, trainer.compute_loss(model, dict(inputs)))

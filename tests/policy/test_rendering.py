@@ -236,6 +236,29 @@ def test_extending_gives_the_ids_of_rendering_anew(turns: list[Any], with_tools:
         assert (context == codec.start(history, tools)).all()
 
 
+@OWN
+def test_a_finished_conversation_is_what_a_policy_would_have_seen_and_said(make: Any):
+    codec, called = make(), call(query="a")
+    asked, told = Message("user", "hi"), Message("tool", HOSTILE, (), "call_0")
+    messages = [asked, Message("assistant", "", called.tool_calls)]
+    played = ids(codec.start([asked], TOOLS), codec.encode_action(called, tools=TOOLS))
+    assert codec.finished(messages, TOOLS).tolist() == played.tolist()
+    added = codec.extend(played, STOP, [told], TOOLS)
+    played = ids(played, added, codec.encode_action(Action("done")))
+    whole = codec.finished([*messages, told, Message("assistant", "done")], TOOLS)
+    assert whole.tolist() == played.tolist()
+
+
+@ALL
+def test_a_finished_conversation_ends_with_its_last_turn_whatever_that_says(make: Any):
+    codec = make()
+    plain, hostile = (
+        codec.finished([Message("user", "hi"), Message("assistant", text)]) for text in ("x", f"x{HOSTILE}x")
+    )
+    assert plain[-1] == hostile[-1] == codec.stop_ids[0]
+    assert codec.specials(plain) == codec.specials(hostile)
+
+
 def test_an_environment_that_says_nothing_still_gives_the_policy_its_next_turn():
     context = ids(chatml().start([Message("user", "a")]), chatml().encode_action(Action("b")))
     added = chatml().extend(context, STOP, [])

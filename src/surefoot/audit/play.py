@@ -57,6 +57,7 @@ async def record(cls: type[Environment], task: Task, actions: Sequence[Action] |
         truncated=truncated,
         answer=last.text if last is not None and stop is StopReason.ANSWERED else None,
         state=state,
+        tools=tools,
     )
     return Played(episode, tools, time.perf_counter() - began)
 

@@ -23,7 +23,7 @@ def audit(
     tasks: Annotated[int | None, typer.Option(help="Tasks to play; default audit.tasks.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Try a recipe's rewards: gold, policies that know nothing, known exploits. No model."""
+    """Try a recipe's rewards: gold, policies that know nothing, known exploits. No policy is loaded."""
     from surefoot.audit.rewards import audit_rewards
     from surefoot.cli.output import emit
     from surefoot.envs.loading import load_environment

@@ -93,18 +93,23 @@ def global_weights(examples: Sequence[Example], aggregate: Aggregate, constant: 
 
 
 def split_micro_batches(examples: Sequence[Example], budget: int) -> list[list[int]]:
-    """Indices of the examples of each micro-batch: at most ``budget`` packed tokens where possible.
+    """Indices of the examples of each micro-batch; see :func:`split_by_tokens`."""
+    return split_by_tokens([[tokens for tokens, _ in example.segments] for example in examples], budget)
 
-    Examples are ordered by their tokens, so that neighbours share the longest prefixes; an example
-    larger than the budget gets a micro-batch of its own.
+
+def split_by_tokens(items: Sequence[Sequence[Int32]], budget: int) -> list[list[int]]:
+    """Indices of the items of each micro-batch: at most ``budget`` packed tokens where possible.
+
+    An item is one or more token arrays that stay together. Items are ordered by their tokens, so that
+    neighbours share the longest prefixes; one larger than the budget gets a micro-batch of its own.
     """
-    order = sorted(range(len(examples)), key=lambda i: examples[i].segments[0][0].tolist())
+    order = sorted(range(len(items)), key=lambda i: items[i][0].tolist())
     batches: list[list[int]] = []
     used = 0
     last: Int32 | None = None
     for i in order:
-        size = sum(len(tokens) for tokens, _ in examples[i].segments)
-        first = examples[i].segments[0][0]
+        size = sum(len(tokens) for tokens in items[i])
+        first = items[i][0]
         added = size - (common_prefix(last, first) if last is not None else 0)
         if not batches or used + added > budget:
             batches.append([])

@@ -247,12 +247,20 @@ def kto_baseline(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 def bradley_terry(
-    reward_chosen: Tensor, reward_rejected: Tensor, *, weights: Tensor, margin: float | Tensor = 0.0
+    reward_chosen: Tensor,
+    reward_rejected: Tensor,
+    *,
+    weights: Tensor,
+    margin: float | Tensor = 0.0,
+    center: float = 0.0,
 ) -> PreferenceLoss:
-    """-log sigmoid(r+ - r- - margin), the loss of a reward model on float ``[P]`` rewards, with gradient.
+    """-log sigmoid(r+ - r- - margin) + ``center`` (r+ + r-)^2, the loss of a reward model.
 
-    ``margin`` one number or float ``[P]``: by how much the chosen should lead.
+    ``reward_chosen, reward_rejected`` float ``[P]`` with gradient. ``margin`` one number or float ``[P]``: by
+    how much the chosen should lead (Llama 2, arXiv 2307.09288). ``center`` > 0 holds the mean reward of a
+    pair near 0, which its order leaves open (arXiv 2312.09244).
     """
+    check_not_negative("center", center)
     good = token_tensor("reward_chosen", reward_chosen)
     bad = token_tensor("reward_rejected", reward_rejected, like=reward_chosen)
     _check_weights(weights, like=reward_chosen)
@@ -261,7 +269,8 @@ def bradley_terry(
     else:
         require_finite("margin", margin)
         lead = torch.full_like(good, margin).detach()
-    return _paired(weights, -logsigmoid(good - bad - lead), good, bad)
+    loss = -logsigmoid(good - bad - lead) + center * (good + bad).square()
+    return _paired(weights, loss, good, bad)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

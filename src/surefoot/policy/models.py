@@ -330,25 +330,44 @@ def load(name_or_path: str | Path, *, dtype: str = "float32", cache: Path | None
     )
 
 
-def _load(location: str, name: str, path: Path | None, dtype: str) -> LoadedModel:
-    with _readable(name, path), _no_progress_bar():
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def load_classifier(folder: Path) -> LoadedModel:
+    """A reward model's folder: a sequence classifier with one output and its tokenizer, in float32.
+
+    Raises ``ModelError`` as :func:`load`, and for a folder that holds anything else.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model folder {folder}: there is no config.json in it")
+    return _load(str(folder), str(folder), folder, "float32", classifier=True)
+
+
+def _load(
+    location: str, name: str, path: Path | None, dtype: str, *, classifier: bool = False
+) -> LoadedModel:
+    with _readable(name, path), no_progress_bar():
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+            AutoTokenizer,
+        )
 
         config = AutoConfig.from_pretrained(location)
         _refuse_unservable(config, name)
+        if classifier and config.num_labels != 1:
+            raise ModelError(f"model {name!r}: it has {config.num_labels} outputs; a reward model has 1")
         _silence_dropout(config)
         tokenizer = AutoTokenizer.from_pretrained(location)
+        kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
         model, report = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            AutoModelForCausalLM.from_pretrained(
-                location, config=config, dtype=dtype, output_loading_info=True
-            ),
+            kind.from_pretrained(location, config=config, dtype=dtype, output_loading_info=True),
         )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"model {name!r}: {len(missing)} weights are not in its files, {missing[0]!r} among them"
         )
-    _check_tying(model, name)
+    if not classifier:
+        _check_tying(model, name)
     # pad is often a token of real text too (eos); a padding index would keep gradients from its embedding
     cast("Any", model.get_input_embeddings()).padding_idx = None
     context = int(config.get_text_config().max_position_embeddings)
@@ -399,7 +418,7 @@ def _readable(name: str, path: Path | None) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Generator[None]:
+def no_progress_bar() -> Generator[None]:
     """The caller draws its own progress; the library's setting is put back as it was."""
     from transformers.utils import logging
 

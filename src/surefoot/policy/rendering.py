@@ -140,7 +140,20 @@ class Codec:
 
         Raises like :meth:`start`.
         """
-        ids = self.start((Message("user", text),))
+        return self._told((Message("user", text),), ())
+
+    def finished(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32:
+        """int32[N]: a conversation that nobody sampled, up to the end of its last turn.
+
+        For scripted episodes only: sampled ids are kept, never rendered again. Raises as :meth:`start`.
+        """
+        ids = self._told(messages, tools)
+        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
+        return ids[: int(ends[-1]) + 1] if len(ends) else ids
+
+    def _told(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Int32:
+        """A conversation without the invitation to go on that :meth:`start` ends with."""
+        ids = self.start(messages, tools)
         cut = len(ids) - len(self._generation)
         return ids[:cut] if ids[cut:].tolist() == self._generation else ids
 

@@ -155,7 +155,8 @@ class TrieAttention:
             chain = (*node.parents, index)
             own_k = torch.cat([keys[i] for i in chain], dim=1) if node.parents else keys[index]
             own_v = torch.cat([values[i] for i in chain], dim=1) if node.parents else values[index]
-            mask = self._mask(self._sizes[index], own_k.shape[1])
+            # The CPU kernel misreads a float32 mask beside float64 queries, without an error (torch 2.13).
+            mask = self._mask(self._sizes[index], own_k.shape[1]).to(q.dtype)
             out.append(
                 F.scaled_dot_product_attention(
                     queries[index][None],

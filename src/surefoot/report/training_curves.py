@@ -139,6 +139,8 @@ _OPTIMISATION = (
     ("clip_fraction", "Share of clipped tokens"),
     ("ess_token", "Effective sample size (tokens)"),
     ("ess_sequence", "Effective sample size (episodes)"),
+    ("accuracy", "Share of pairs in order, before the update"),
+    ("held_out_accuracy", "Share of held-out pairs in order"),
     ("truncated", "Share of truncated episodes"),
     ("turns", "Turns per episode"),
 )

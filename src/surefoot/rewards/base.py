@@ -19,6 +19,7 @@ from surefoot.core.types import (
     Message,
     Score,
     Scored,
+    Segment,
     StopReason,
     Task,
     ToolCall,
@@ -27,6 +28,7 @@ from surefoot.core.types import (
     Turn,
     Unscored,
 )
+from surefoot.tools.base import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Episode:
 
     ``answer`` is the text of the turn that ended the episode by itself (None when the policy never
     finished a turn without a tool call). ``state`` is the environment's own account of the end.
+    ``segments``: the token ids as the policy saw and sampled them, empty for a play without a model;
+    ``tools``: those it was offered, where that is known.
     """
 
     id: str
@@ -46,6 +50,8 @@ class Episode:
     answer: str | None
     state: Mapping[str, Any]
     sampled_tokens: int = 0
+    segments: tuple[Segment, ...] = ()
+    tools: tuple[Tool, ...] = ()
 
     @property
     def reference(self) -> Any:

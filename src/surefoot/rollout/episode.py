@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -348,7 +348,7 @@ def _finished(plan: EpisodePlan, play: _Play, sampling: Sampling) -> PlayedEpiso
         state=play.state,
         fault=play.fault,
     )
-    view = episode_view(plan.task, trajectory, play.opening)
+    view = replace(episode_view(plan.task, trajectory, play.opening), tools=play.tools)
     return PlayedEpisode(trajectory, view, play.closing_fault, tuple(play.gate))
 
 
@@ -382,4 +382,5 @@ def episode_view(task: Task, trajectory: Trajectory, opening: tuple[Message, ...
         answer=trajectory.turns[-1].action.text.strip() if answered else None,
         state=trajectory.state,
         sampled_tokens=trajectory.sampled_tokens,
+        segments=trajectory.segments,
     )

@@ -222,6 +222,11 @@ class RunDirectory:
         return self.checkpoints / check_name(arm, "arm") / f"step-{step:06d}"
 
     @property
+    def reward_model(self) -> Path:
+        """Folder of the reward model that the run trained, if it has such a stage."""
+        return self.path / "reward_model"
+
+    @property
     def evaluation(self) -> Path:
         """The evaluation's summary."""
         return self.path / "evaluation.json"

@@ -26,10 +26,12 @@ from surefoot.training.signal import CreditInput
 Setting = float | int | str
 Settings = Mapping[str, Setting]
 # What a row needs beside the policy; each costs memory or time, see ``COSTS``.
-Need = Literal["critic", "utterance_critic", "turn_critic", "implicit", "greedy", "reference", "teacher"]
+Need = Literal[
+    "critic", "utterance_critic", "turn_critic", "implicit", "greedy", "reference", "teacher", "scorer"
+]
 Kind = Literal["rl", "preference", "sft"]
-# What an implicit reward model learns from, or a supervised stage imitates.
-Learn = Literal["", "pairs", "outcomes", "demonstrations", "solved", "weighted"]
+# What an implicit reward model learns from, a supervised stage imitates, or learns in the policy's place.
+Learn = Literal["", "pairs", "outcomes", "demonstrations", "solved", "weighted", "scores"]
 COSTS: Mapping[Need, str] = {
     "critic": "a linear value head; a forward pass",
     "utterance_critic": "a small critic, fitted anew each step; a forward pass",
@@ -39,6 +41,7 @@ COSTS: Mapping[Need, str] = {
     "greedy": "a greedy episode of each task",
     "reference": "a frozen copy of the model; a forward pass",
     "teacher": "the teacher model; a forward pass",
+    "scorer": "a second model that learns (weights, gradients, AdamW state)",
 }
 
 
@@ -149,6 +152,9 @@ SETTINGS: Mapping[str, str] = {
     "odds_weight": "weight of the odds ratio beside the likelihood",
     "desirable": "weight of the chosen episodes",
     "undesirable": "weight of the rejected ones",
+    "margin": "by how much the chosen one must lead, for each unit of return between the two; 0: no margin",
+    "center": "weight of the squared sum of a pair's two scores, which holds their mean near 0",
+    "held_out": "share of the tasks whose pairs only measure, at least one task; 0: none",
     "samples": "episodes of each task",
     "per_task": "most episodes that a task may give",
     "cap": "largest weight, before weights are scaled to a mean of 1",
@@ -213,8 +219,10 @@ class Algorithm:
 
     @property
     def preference(self) -> str:
-        """The preference loss of the row, empty without one."""
-        return self.name if self.kind == "preference" else self.pair_loss
+        """The loss on log-probabilities of pairs that the row takes, empty without one."""
+        if self.kind == "preference" and self.learn != "scores":
+            return self.name
+        return self.pair_loss
 
     @property
     def loss_settings(self) -> Settings:
@@ -255,7 +263,7 @@ _WORK: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
     ("a forward pass before each update", lambda row: row.credit is None and row.kind != "sft"),
     (
         "two more, over answers to the wrong task",
-        lambda row: row.kind == "preference" and not PREFERENCES[row.name].paired,
+        lambda row: bool(row.preference) and not PREFERENCES[row.preference].paired,
     ),
     ("a forward pass over cut episodes", lambda row: row.settings.get("bootstrap") == "value"),
     ("two forward passes over the replay", lambda row: bool(row.settings.get("replay"))),
@@ -290,6 +298,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "token_lam": (0.0, 1.0),
     "polyak": (0.0, 1.0),
     "filter_share": (0.0, 1.0),
+    "held_out": (0.0, 0.9),
     "filter_rounds": (1, math.inf),
     "critic_epochs": (1, math.inf),
     "samples": (1, math.inf),
@@ -1025,8 +1034,21 @@ _PREFERENCE = tuple(
     )
     for row in PREFERENCES.values()
 )
+_SCORES = (
+    Algorithm(
+        "reward_model",
+        "a linear head on a copy of the policy, whose score puts the pairs in order; the policy stays",
+        "Bradley and Terry 1952; InstructGPT, arXiv 2203.02155",
+        "a later run wants an opinion where its verified reward makes no difference",
+        "preference",
+        settings={"margin": 0.0, "center": 0.0, "held_out": 0.2},
+        needs=frozenset({"scorer"}),
+        formula="-log sigmoid(s+ - s- - margin (r+ - r-)) + center (s+ + s-)^2",
+        learn="scores",
+    ),
+)
 
-ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in (*_RL, *_PREFERENCE, *_SFT)}
+ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in (*_RL, *_PREFERENCE, *_SCORES, *_SFT)}
 
 
 def algorithm(name: str, settings: Settings, *, kind: Kind = "rl") -> Algorithm:

@@ -51,9 +51,18 @@ class EnvironmentConfig(_Section):
     name: str
 
 
+class LearnedConfig(_Section):
+    """A trained reward model, which joins the rewards as ``reward_model``, of tier learned.
+
+    ``path``: its folder, such as ``RUN/reward_model`` of the run that trained it.
+    """
+
+    path: Annotated[str, Field(pattern=r"\S")]
+
+
 class RewardsConfig(_Section):
     """How rewards are joined. ``add`` names further rewards (``module:name`` or ``file.py:name``);
-    ``weights`` replaces weights by reward name.
+    ``weights`` replaces weights by reward name; ``learned`` is a reward model's.
     """
 
     compose: Literal["ordered", "gated", "weighted"] = "ordered"
@@ -62,6 +71,7 @@ class RewardsConfig(_Section):
     truncated: Literal["score", "zero", "mask"] = "score"
     add: tuple[str, ...] = ()
     weights: dict[str, float] = Field(default_factory=dict)
+    learned: LearnedConfig | None = None
 
 
 class SamplingConfig(_Section):

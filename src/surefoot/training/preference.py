@@ -7,19 +7,15 @@ is exact, and no micro-batch needs both sides at once.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.core.errors import ConfigError, SignalError
-from surefoot.core.seeds import derive
-from surefoot.core.types import Group, Sampling
+from surefoot.core.types import Sampling
 from surefoot.learner.batch import Example, Float64
 from surefoot.learner.checkpoint import Companions
 from surefoot.learner.learner import Learner
@@ -29,35 +25,19 @@ from surefoot.objectives.preference import (
     Side,
     Unpaired,
     kto_baseline,
-    pairs_by_rule,
     preference,
     trajectory_sums,
 )
-from surefoot.runs.directory import RunDirectory
-from surefoot.runs.store import TrajectoryStore
 from surefoot.training.algorithms import Algorithm, Settings
 from surefoot.training.arms import TREATMENT
 from surefoot.training.companions import Beside, follow, split
-from surefoot.training.config import PreferenceStage, parse_config
+from surefoot.training.config import PreferenceStage
 from surefoot.training.metrics import StepResult, common, nothing
+from surefoot.training.ranking import PairSource
 from surefoot.training.session import Session, Unit
-from surefoot.training.signal import Batch, example_of, read_batch
+from surefoot.training.signal import example_of
 
 _PLAIN = Sampling()  # preferences are defined on the model's own distribution
-
-
-def rank_pairs(batch: Batch, *, limit: int | None, seed: int) -> tuple[list[int], list[int]]:
-    """Rows of (chosen, rejected): correct first, then fewer calls, then shorter."""
-    chosen, rejected = pairs_by_rule(
-        torch.from_numpy(batch.success),
-        torch.from_numpy(batch.calls),
-        torch.from_numpy(batch.sizes),
-        torch.from_numpy(batch.group),
-        torch.from_numpy(batch.valid),
-        limit=limit,
-        seed=seed,
-    )
-    return chosen.tolist(), rejected.tolist()
 
 
 class PairUpdate:
@@ -207,8 +187,8 @@ class PreferenceTraining:
     def __init__(
         self, session: Session, stage: PreferenceStage, row: Algorithm, arm: str, first_task: int, tag: str
     ) -> None:
-        self.session, self.stage, self.row, self.arm, self.tag = session, stage, row, arm, tag
-        self.first_task = first_task
+        self.session, self.row, self.arm, self.tag = session, row, arm, tag
+        self.source = PairSource(session, stage, arm, first_task, tag)
         self.steps = stage.steps
         self._beside: Beside | None = None
         self._examples: list[Example] = []
@@ -235,61 +215,16 @@ class PreferenceTraining:
     def prepare(self, learner: Learner) -> None:
         """Gather and rank the episodes. Raises SignalError when no pair differs."""
         self._beside = Beside(self.row, learner, self.session.config, teacher=None, steps=self.steps)
-        groups = self._groups()
-        seed = derive(self.session.config.seed, self.tag, "pairs")
-        batch = read_batch(groups, arm=self.arm, seed=seed, won=self.session.won)
-        chosen, rejected = rank_pairs(batch, limit=self.stage.pairs, seed=seed)
-        if not chosen and self.arm == TREATMENT:
-            raise SignalError(
-                f"stage preference: none of {len(groups)} groups has a solved episode and a worse one; "
-                "sample more tasks, or start from a policy that solves some"
-            )
-        self._examples = [example_of(t) for t in batch.trajectories]
-        self._pairs = list(zip(chosen, rejected, strict=True))
+        ranked = self.source.ranked(self.arm)
+        if not ranked.pairs and self.arm == TREATMENT:
+            raise self.source.nothing()
+        self._examples = [example_of(t) for t in ranked.batch.trajectories]
+        self._pairs = list(ranked.pairs)
         self.session.progress.begin(f"{self.arm}: {self.row.name}", self.steps)
-
-    def _groups(self) -> list[Group]:
-        """The episodes to rank. Those of other runs are copied, so that a resumed run reads the same."""
-        session, stage = self.session, self.stage
-        unit = Unit(f"{self.arm}-{self.tag}-samples", self.arm, self.tag, 0, "rollout")
-        if stage.runs:
-            if not session.store.exists(unit.name):
-                labels = {"arm": self.arm, "stage": self.tag, "step": 0, "phase": "copied"}
-                session.store.write(unit.name, self._stored(), labels)
-            return session.store.read(unit.name)
-        tasks = session.training_tasks(self.first_task, stage.tasks)
-        session.progress.begin(f"{self.arm}: episodes to rank", len(tasks) * stage.group_size)
-        seed = derive(session.config.seed, self.tag, "samples")
-        return session.collect(unit, tasks, members=stage.group_size, seed=seed)
-
-    def _stored(self) -> list[Group]:
-        """Training episodes of other runs with the same model and environment. Raises ConfigError."""
-        config, found = self.session.config, list[Group]()
-        for name in self.stage.runs:
-            run = RunDirectory.open(Path(name), writable=False)
-            theirs = parse_config(run.config_toml, source=str(run.config))
-            for what, own, other in (
-                ("model", config.model.name, theirs.model.name),
-                ("environment", config.environment.name, theirs.environment.name),
-            ):
-                if own != other:
-                    raise ConfigError(f"stage preference: run {name} has {what} {other!r}, not {own!r}")
-            store = TrajectoryStore(run)
-            for unit in store.names():
-                found.extend(
-                    g for g in store.read(unit) if g.task.split == "train" and len(g.trajectories) > 1
-                )
-        if not found:
-            raise ConfigError(f"stage preference: {list(self.stage.runs)} hold no group of training episodes")
-        return found
 
     def step(self, index: int, learner: Learner) -> StepResult:
         """One update on the next batch of pairs; every pass has its own order."""
-        per_pass = max(1, math.ceil(len(self._pairs) / self.stage.batch_size))
-        turn, place = divmod(index, per_pass)
-        rng = np.random.Generator(np.random.Philox(derive(self.session.config.seed, self.tag, turn)))
-        order = rng.permutation(len(self._pairs))[place * self.stage.batch_size :][: self.stage.batch_size]
-        rows = [self._pairs[i] for i in order]
+        rows = self.source.share(self._pairs, index)
         unit = Unit("", self.arm, self.tag, index, "update")
         began, cpu = time.perf_counter(), time.process_time()
         if self.arm == "frozen":

@@ -29,7 +29,8 @@ from surefoot.training.companions import Beside, cut_values, split
 from surefoot.training.config import RlStage
 from surefoot.training.losses import RlLoss
 from surefoot.training.metrics import StepResult, common, mean, merge, merge_pairs, nothing
-from surefoot.training.preference import PairUpdate, rank_pairs
+from surefoot.training.preference import PairUpdate
+from surefoot.training.ranking import rank_pairs
 from surefoot.training.replay import Replay, turn_weights
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, CreditInput, credit_input, example_of, read_batch

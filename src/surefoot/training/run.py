@@ -30,9 +30,11 @@ from surefoot.training.algorithms import Algorithm, algorithm
 from surefoot.training.arms import TREATMENT
 from surefoot.training.companions import value_head_of
 from surefoot.training.config import PreferenceStage, RlStage, RunConfig, SftStage, parse_config, to_toml
+from surefoot.training.learned import check_learned, check_unchanged, learned_events
 from surefoot.training.measuring import measure
 from surefoot.training.preference import PreferenceTraining
 from surefoot.training.progress import Progress, Silent
+from surefoot.training.reward_model import RewardModelTraining
 from surefoot.training.rl import RlTraining
 from surefoot.training.session import Session, Unit, resolve_rewards, resolve_variants
 from surefoot.training.sft import SftTraining
@@ -44,7 +46,7 @@ _KEEP = 2  # checkpoints of an unfinished arm
 _SAID = 20  # lines about the steps of one stage, at least
 
 Stage = SftStage | RlStage | PreferenceStage
-Training = SftTraining | RlTraining | PreferenceTraining
+Training = SftTraining | RlTraining | PreferenceTraining | RewardModelTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ def check_config(config: RunConfig) -> None:
     check_overrides(config.audit.override, [item.name for item in suite.rewards])
     resolve_variants(config, cls)
     check_watch(config)
+    check_learned(config)
+    scorers = 0
     for stage in config.stage:
         row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
         if isinstance(stage, RlStage) and (stage.teacher is not None) != ("teacher" in row.needs):
@@ -73,6 +77,9 @@ def check_config(config: RunConfig) -> None:
         if isinstance(stage, RlStage):
             _check_stage(config, stage, row)
             _check_privileged(cls, row)
+        scorers += row.learn == "scores"
+    if scorers > 1:
+        raise ConfigError(f"{scorers} stages train a reward model; a run keeps one, so leave the others out")
 
 
 def _check_stage(config: RunConfig, stage: RlStage, row: Algorithm) -> None:
@@ -113,7 +120,7 @@ def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None)
         gate = load_environment(config.environment.name).gate
         if gate is not None:
             run.event("gate_version", version=gate.version)
-        for kind, fields in admitted:
+        for kind, fields in [*admitted, *learned_events(config)]:
             run.event(kind, **fields)
         return _Run(config, run, progress or Silent()).execute()
 
@@ -145,6 +152,7 @@ def resume_run(out: Path, *, budget: Sequence[str] = (), progress: Progress | No
         earlier = [e["setting"] for e in files.read_json_lines(run.events) if e["kind"] == "budget_changed"]
         config = parse_config(run.config_toml, source=str(run.config), overrides=[*earlier, *budget])
         check_config(config)
+        check_unchanged(config, files.read_json_lines(run.events))
         run.event("resumed")
         for setting in budget:
             run.event("budget_changed", setting=setting)
@@ -233,7 +241,8 @@ class _Run:
         if isinstance(stage, SftStage):
             return SftTraining(self.session, stage, row, arm, tag)
         if isinstance(stage, PreferenceStage):
-            return PreferenceTraining(self.session, stage, row, arm, shown + first_task, tag)
+            kind = RewardModelTraining if row.learn == "scores" else PreferenceTraining
+            return kind(self.session, stage, row, arm, shown + first_task, tag)
         return RlTraining(self.session, stage, row, arm, shown + first_task, first_step, tag)
 
     def _stage(
@@ -383,6 +392,7 @@ def _step_line(arm: str, index: int, total: int, metrics: dict[str, Any]) -> str
         ("return_mean", "return"),
         ("call_rate_not_needed", "needless calls"),
         ("loss", "loss"),
+        ("held_out_accuracy", "held-out pairs in order"),
         ("grad_norm", "grad"),
     ):
         if metrics.get(key) is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 from surefoot.core.errors import BudgetReached, ConfigError, SignalError, nearest
@@ -33,6 +34,7 @@ from surefoot.runs import files
 from surefoot.runs.directory import RunDirectory
 from surefoot.runs.store import TrajectoryStore
 from surefoot.training.config import RunConfig
+from surefoot.training.learned import check_vocabulary, learned_reward
 from surefoot.training.progress import Progress
 
 _TRAIN_SEED = 0
@@ -58,9 +60,15 @@ def load_reward(reference: str, field: str) -> Reward:
 
 
 def resolve_rewards(config: RunConfig, cls: type[Environment]) -> RewardSuite:
-    """The suite of a run: the environment's rewards, added ones, replaced weights. Raises ConfigError."""
+    """The suite of a run: the environment's rewards, added ones, a reward model's, replaced weights.
+
+    Raises ConfigError.
+    """
     rewards: list[Reward] = list(cls.rewards)
     rewards += [load_reward(reference, "rewards.add") for reference in config.rewards.add]
+    if config.rewards.learned is not None:
+        path = Path(config.rewards.learned.path)
+        rewards.append(learned_reward(path, tokens_per_batch=config.learner.tokens_per_batch))
     names = [item.name for item in rewards]
     for name in config.rewards.weights:
         if name not in names:
@@ -129,6 +137,9 @@ class Session:
         self.budget = Budget(limits.tokens, limits.usd, limits.wall_seconds())
         self.sampling = config.sampling.build()
         self.loaded = load_policy(config)
+        if config.rewards.learned is not None:
+            vocabulary = self.loaded.tokenizer.backend_tokenizer
+            check_vocabulary(Path(config.rewards.learned.path), vocabulary, config.model.name)
         self.codec: Codec = make_codec(self.loaded)
         self.engine = LocalEngine(
             self.loaded.model, context=self.loaded.context, deterministic=config.engine.deterministic
