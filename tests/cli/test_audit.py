@@ -153,3 +153,9 @@ def test_a_run_on_sound_rewards_leaves_no_event(
     assert run_cli("run", recipe, "--out", out, "--no-report").exit_code == 0
     assert begun == [out]
     assert not (out / "events.jsonl").exists()
+
+
+def test_a_plan_for_a_leaky_reward_is_refused_like_its_run(run_cli: Run, leaky: Path) -> None:
+    result = run_cli("run", leaky, "--dry-run")
+    assert result.exit_code == 1
+    assert "audit" in result.stderr

@@ -75,16 +75,20 @@ class _Work:
 
 
 def check(config: RunConfig) -> list[str]:
-    """Check everything that needs no model; returns what could not be checked here. Raises ConfigError."""
+    """Check all that needs no policy, rewards included; returns what could not be checked here.
+
+    Raises ConfigError and AuditFailed, like the run itself would.
+    """
     if importlib.util.find_spec("torch") is None:
         from surefoot.envs.loading import load_environment
 
         load_environment(config.environment.name)
         return ['rewards, variants and algorithm settings: needs pip install "surefoot[train]"']
-    from surefoot.training.run import check_config
+    from surefoot.training.progress import Silent
+    from surefoot.training.run import audit_config, check_config
 
     check_config(config)
-    return []
+    return [fields["message"] for kind, fields in audit_config(config, Silent()) if kind == "not_audited"]
 
 
 def estimate(config: RunConfig, out: Path) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _check_privileged(cls: type[Environment], row: Algorithm) -> None:
 def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None) -> RunResult:
     """Check, audit, create the run folder, and work to the end (or the budget). Raises SurefootError."""
     check_config(config)
-    admitted = _audit(config, progress or Silent())
+    admitted = audit_config(config, progress or Silent())
     text = to_toml(config)
     manifest = Manifest.current(recipe=config.name, seed=config.seed, config_toml=text)
     with RunDirectory.create(out, config_toml=text, manifest=manifest) as run:
@@ -125,8 +125,8 @@ def start_run(config: RunConfig, out: Path, *, progress: Progress | None = None)
         return _Run(config, run, progress or Silent()).execute()
 
 
-def _audit(config: RunConfig, progress: Progress) -> list[tuple[str, dict[str, str]]]:
-    """Audit the rewards while nothing is loaded; the events to keep. Raises AuditFailed."""
+def audit_config(config: RunConfig, progress: Progress) -> list[tuple[str, dict[str, str]]]:
+    """Audit the rewards while no policy is loaded; the events to keep. Raises AuditFailed."""
     cls = load_environment(config.environment.name)
     suite = resolve_rewards(config, cls)
     audit = audit_rewards(suite, cls, tasks=config.audit.tasks, seconds=config.limits.env_seconds)
