@@ -13,7 +13,9 @@ from surefoot.rewards.base import Reward
 
 BUILTIN: Mapping[str, str] = {
     "calculator": "surefoot.envs.calculator:Calculator",
+    "code": "surefoot.envs.code:Code",
     "drawers": "surefoot.envs.drawers:Drawers",
+    "repo": "surefoot.envs.repo:Repo",
 }
 
 

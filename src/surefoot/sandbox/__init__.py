@@ -6,6 +6,7 @@ It must know nothing of agents, rewards or models: bytes go in, a :class:`Result
 from surefoot.sandbox.probe import probe
 from surefoot.sandbox.sandbox import Sandbox
 from surefoot.sandbox.session import Session
+from surefoot.sandbox.shared import SharedSandbox
 from surefoot.sandbox.types import (
     BARE,
     NUMPY,
@@ -32,6 +33,7 @@ __all__ = [
     "Sandbox",
     "SandboxFault",
     "Session",
+    "SharedSandbox",
     "Status",
     "Tier",
     "probe",

@@ -55,7 +55,7 @@ def submitted(text: str | None, form: Form = "whole", *, last: bool = False) -> 
     ``\\boxed{X}``. fence: a code block between lines of three backticks. Exactly one must stand
     there; with ``last`` several may, and the last counts. Nothing but closing punctuation may follow
     it (after a fence anything but another fence may). What stands before ``</think>`` is no answer.
-    Outside fences, any tool tag or chat-template token voids the turn.
+    Any tool tag or chat-template token voids the turn; inside of a fence it is part of the program.
     """
     if text is None:
         return Submission(None, "the episode did not end with an answer")
@@ -64,7 +64,8 @@ def submitted(text: str | None, form: Form = "whole", *, last: bool = False) -> 
     if "<think>" in text and _THOUGHT_END not in text:
         return Submission(None, "the turn ends inside its reasoning")
     text = text.rpartition(_THOUGHT_END)[2]
-    if form != "fence" and (marks := forged_marks(text)):
+    spoken = _FENCE.sub("", text) if form == "fence" else text
+    if marks := forged_marks(spoken):
         return Submission(None, f"forged mark {marks[0]!r}")
     found = _FINDERS[form](text)
     if not found:
