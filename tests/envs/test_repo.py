@@ -1,4 +1,4 @@
-"""The repo environment: nothing in the agent's folder tells the repair, and only a repaired package is paid."""
+"""The repo environment: nothing in the agent's folder tells the repair, and only a right one is paid."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ _STEPS: Mapping[str, _Step] = {
         (-8, 8),
     ),
     "below": _Step(
-        "keep only numbers less than {k}", "drop all numbers from {k} upwards", "[n for n in v if n < {k}]", (-4, 9)
+        "keep only numbers less than {k}", "drop all from {k} upwards", "[n for n in v if n < {k}]", (-4, 9)
     ),
     "without": _Step(
         "leave out multiples of {k}", "drop what {k} divides", "[n for n in v if n % {k} != 0]", (3, 7)
     ),
-    "times": _Step("multiply each number by {k}", "scale every number by {k}", "[n * {k} for n in v]", (2, 9)),
+    "times": _Step("multiply each number by {k}", "scale each by {k}", "[n * {k} for n in v]", (2, 9)),
     "plus": _Step("add {k} to each number", "raise every number by {k}", "[n + {k} for n in v]", (2, 20)),
     "rest": _Step(
         "replace each number n by n % {k}", "reduce every number n to n % {k}", "[n % {k} for n in v]", (3, 9)
@@ -63,7 +63,7 @@ _STEPS: Mapping[str, _Step] = {
     "skip": _Step("leave out the first {k} numbers", "skip {k} numbers at the beginning", "v[{k}:]", (1, 3)),
     "take": _Step("keep only the first {k} numbers", "stop after {k} numbers", "v[:{k}]", (2, 5)),
     "second": _Step(
-        "keep every second number, beginning with the first", "drop the second, fourth, sixth and so on", "v[::2]"
+        "keep every second number, beginning with the first", "drop the second, fourth and so on", "v[::2]"
     ),
     "running": _Step(
         "replace each number by the sum of it and all before it",
@@ -75,13 +75,17 @@ _ENDS: Mapping[str, _Step] = {
     "list": _Step("return the list", "give back the list", "v"),
     "sum": _Step("return the sum", "give back the total (0 if nothing is left)", "sum(v)"),
     "count": _Step("return how many numbers are left", "give back the length", "len(v)"),
-    "largest": _Step("return the largest, 0 if none is left", "give back the maximum (0 if empty)", "max(v, default=0)"),
+    "largest": _Step(
+        "return the largest, 0 if none is left", "give back the maximum (0 if empty)", "max(v, default=0)"
+    ),
     "spread": _Step(
         "return the largest minus the smallest, 0 if none is left",
         "give back the distance of the extremes (0 if empty)",
         "max(v, default=0) - min(v, default=0)",
     ),
-    "last": _Step("return the last number, 0 if none is left", "give back the final one (0 if empty)", "(v or [0])[-1]"),
+    "last": _Step(
+        "return the last number, 0 if none is left", "give back the final one (0 if empty)", "(v or [0])[-1]"
+    ),
 }  # fmt: skip
 _OPPOSITES: Mapping[str, str] = {
     "even": "odd", "odd": "even", "above": "below", "below": "above", "ascending": "descending",
@@ -166,7 +170,7 @@ def in_python(steps: Steps, name: str, doc: Sequence[str] = ()) -> str:
 
 @lru_cache(maxsize=4096)
 def function_of(steps: Steps) -> Function:
-    """The function itself. It is made of this module's own text and of whole numbers, never of foreign code."""
+    """The function itself, made of this module's own text and of whole numbers, never of foreign code."""
     scope: dict[str, Any] = {}
     exec(in_python(tuple((str(name), int(k)) for name, k in steps), "function"), scope)
     return cast("Function", scope["function"])

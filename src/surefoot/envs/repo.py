@@ -39,7 +39,7 @@ _BOX = SharedSandbox(
 _PACKAGES = ("ledger", "orchard", "harbor", "meadow", "foundry", "lantern")
 _MODULES = ("intake", "scales", "report", "sieve", "shelf", "gauge", "relay", "spool")
 _FUNCTIONS = (
-    "adjust", "arrange", "collect", "condense", "derive", "filtered", "gather", "measure", "prepare", "refine",
+    "adjust", "arrange", "collect", "condense", "derive", "gather", "measure", "prepare", "refine",
     "resolve", "settle", "shape", "summarise", "trim", "weigh",
 )  # fmt: skip
 _ROWS = 6
@@ -50,7 +50,7 @@ def _edit(path, old, new):
     with open(path) as file:
         text = file.read()
     if text.count(old) != 1:
-        raise ValueError(f"the old text stands {{text.count(old)}} times in {{path}}; it must stand there once")
+        raise ValueError(f"the old text stands {{text.count(old)}} times in {{path}}; it must stand once")
     with open(path, "w") as file:
         file.write(text.replace(old, new))
     print("edited")
@@ -101,7 +101,7 @@ def _package(seed: int, modules: int, other_words: bool) -> _Package:
     target, sibling = rng.sample(names, 2)
     wrong = faulty(rng, steps[target])
     files = {f"{package}/__init__.py": f'"""The package {package}."""\n', "README.md": f"# {package}\n"}
-    right = ""
+    right = place = ""
     for i, path in enumerate(paths):
         own = names[2 * i : 2 * i + 2]
         files[path] = _module(own, steps, {target: wrong})
@@ -205,7 +205,7 @@ class Repo(ToolEnvironment):
     name: ClassVar[str] = "repo"
     horizon: ClassVar[int] = 10
     system: ClassVar[str] = (
-        "Repair the code in the working folder with the tools. When it is repaired, say so without calling a tool."
+        "Repair the code in the working folder with the tools. Then say, without a call, that it is repaired."
     )
     variants: ClassVar[Mapping[str, Variant]] = {
         "base": Variant("two modules with two functions each"),
