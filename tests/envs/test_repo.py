@@ -134,11 +134,10 @@ def test_the_editor_says_what_is_wrong(sandbox: None) -> None:
 def test_the_folder_holds_no_history_and_no_trace_of_the_repair(sandbox: None) -> None:
     (task,) = some()
     made = _of(task)
-    look = "find . -type f | sort; ls -a; git log 2>&1"
+    look = "find . -type f | sort; ls -a; git log 2>&1; true"
     shown = played(task, call("shell", command=look), DONE).tool_results[0].content
-    assert [item for item in shown.split("\n") if item.startswith("./")] == sorted(
-        f"./{p}" for p in made.files
-    )
+    found = [item for item in shown.split("\n") if item.startswith("./")]
+    assert sorted(found) == sorted(f"./{path}" for path in made.files)
     assert "commit" not in shown and not (set(shown.split()) & {".git", ".hg", "tests"})
 
 
