@@ -1,4 +1,4 @@
-"""Settings for all tests, small file systems, and what tests of rewards share: finished episodes and their scores."""
+"""Settings for all tests, small file systems, and the finished episodes that tests of rewards score."""
 
 from __future__ import annotations
 
