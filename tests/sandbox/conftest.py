@@ -28,8 +28,10 @@ SMALL = Limits(seconds=20, memory_mb=64, output_bytes=4096, processes=24, files_
 class Held:
     """A sandbox that tests use without an event loop of their own."""
 
-    def __init__(self, tier: str, profile: Profile, limits: Limits = SMALL) -> None:
-        self._manager = Sandbox.open(tier=tier, profile=profile, limits=limits)
+    def __init__(
+        self, tier: str, profile: Profile | None = None, limits: Limits = SMALL, **options: Any
+    ) -> None:
+        self._manager = Sandbox.open(tier=tier, profile=profile or Profile(), limits=limits, **options)
         # asyncio.run would close the manager's generator at its end, and with it the sandbox.
         self._loop = asyncio.new_event_loop()
         self.sandbox = self._loop.run_until_complete(self._manager.__aenter__())

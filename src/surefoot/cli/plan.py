@@ -157,9 +157,11 @@ def _work(config: RunConfig, cls: type[Environment]) -> list[_Work]:
 
 
 def _learning(arm: str, stage: RlStage | PreferenceStage) -> _Work:
+    from surefoot.training.arms import arm_of
+
     planned = stage.tasks_per_step * stage.steps if stage.kind == "rl" else stage.tasks
     tasks = 0 if stage.kind == "preference" and stage.runs else planned
-    passes = 0 if arm == "frozen" else 1
+    passes = 1 if arm_of(arm).learns else 0
     return _Work(f"{arm}: {stage.algorithm}", tasks * stage.group_size, tasks, stage.steps, passes=passes)
 
 

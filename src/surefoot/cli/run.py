@@ -110,7 +110,7 @@ def run(
 
 
 def _arms(text: str) -> list[str]:
-    from surefoot.training.config import ARMS
+    from surefoot.training.arms import ARMS
 
     arms = [] if text == "none" else [part.strip() for part in text.split(",")]
     for arm in arms:

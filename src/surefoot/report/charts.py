@@ -1,6 +1,6 @@
 """Charts as plain SVG text: lines over steps, interval bars. Must not know what a run is.
 
-Colours are classes (``s0`` .. ``s5``), so that the style sheet sets them for light and dark.
+Colours are classes (``s0`` .. ``s9``), so that the style sheet sets them for light and dark.
 """
 
 from __future__ import annotations

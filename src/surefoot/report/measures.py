@@ -10,6 +10,7 @@ from surefoot.report import charts
 from surefoot.report.facts import BASE, Facts, Record
 from surefoot.report.figures import MISSING, duration, interval, money, number, share
 from surefoot.report.html import Html, h, join, table
+from surefoot.training.arms import ARMS
 
 _OUTCOMES = {
     "learned": ("✓ Learned", "Better than the untouched model, its own start and every control."),
@@ -21,10 +22,7 @@ _WHO = {
     "initial": "untouched model",
     "start": "after the cold start",
     "final": "after reinforcement learning",
-    "permuted": "control: rewards permuted inside each group",
-    "random": "control: random rewards at the same rate",
-    "constant": "control: the same reward for all",
-    "frozen": "control: no update",
+    **{name: f"control: {arm.title}" for name, arm in ARMS.items()},
 }
 
 _AUDIT = {"audit_override": "Reward audit overridden", "not_audited": "Reward not audited"}

@@ -18,7 +18,10 @@ from surefoot.report.figures import clip, number
 from surefoot.report.html import Html, h, join, table
 from surefoot.report.measures import empty, section
 
-_STYLES = {TREATMENT: 0, "start": 0, "permuted": 1, "random": 2, "constant": 3, "frozen": 4}
+_STYLES = {
+    TREATMENT: 0, "start": 0, "permuted": 1, "random": 2, "constant": 3, "frozen": 4,
+    "random_unclipped": 6, "random_on_policy": 7, "permuted_unclipped": 8, "permuted_on_policy": 9,
+}  # fmt: skip
 _OTHER_STYLE = 5
 _NO_STEPS = "No reinforcement step has been taken yet (metrics.jsonl)."
 

@@ -159,12 +159,19 @@ class _Execution:
         code = os.waitstatus_to_exitcode(found["status"])
         # The kernel limits by another count than it tells; besides, nobody else sends this signal.
         spent = found["cpu"] >= 0.5 * self._limits.cpu_seconds
-        status = end_status(found["reason"], code, report, excess=self._outputs.excess, spent=spent)
+        reason = found["reason"] or killed_for_memory(self._server, code)
+        status = end_status(reason, code, report, excess=self._outputs.excess, spent=spent)
         value = clean(report[2:]) if status is Status.OK and report[1:2] == b"=" else ""
         return Result(stdout, stderr, code, status, value, found["seconds"], self._outputs.excess)
 
     def close(self) -> None:
         self._outputs.close()
+
+
+def killed_for_memory(server: Server, code: int) -> str:
+    """'memory' where the kernel has just killed for memory in the group and this died so, else ''."""
+    starved = code == -signal.SIGKILL and server.group is not None and server.group.starved()
+    return "memory" if starved else ""
 
 
 def end_status(reason: str, code: int, report: bytes, *, excess: bool, spent: bool) -> Status:

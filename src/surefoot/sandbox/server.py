@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from surefoot.sandbox import layout
+from surefoot.sandbox.cgroup import Group, make_group
 from surefoot.sandbox.types import Limits, Profile, SandboxFault, Tier
 
 _INSIDE = ("kernel", "filters", "jail", "child", "keeper", "zygote")
@@ -44,7 +45,10 @@ module.main({control}, {parent})
 class Server:
     """A running fork server. Once it is lost, every order in flight fails with SandboxFault."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, folder: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, folder: Path, group: Group | None
+    ) -> None:
+        self.group = group
         self._process = process
         self._control = control
         self._folder = folder
@@ -58,7 +62,9 @@ class Server:
         self._loop.add_reader(control.fileno(), self._receive)
 
     @classmethod
-    async def start(cls, profile: Profile, tier: Tier, *, most: int) -> Server:
+    async def start(
+        cls, profile: Profile, tier: Tier, *, most: int, total_memory_mb: int | None = None
+    ) -> Server:
         """Start a fork server and wait until it is warm. Raises SandboxFault with the reason if it cannot."""
         folder = Path(tempfile.mkdtemp(prefix="surefoot-sandbox-"))
         try:
@@ -68,8 +74,8 @@ class Server:
             inner.mkdir(0o711)
             tree = _own_tree(profile.tree, folder) if profile.tree is not None else None
             config = layout.describe(profile, tier, most=most, folder=str(inner), tree=tree)
-            process, control = _spawn()
-            server = cls(process, control, folder)
+            process, control, group = _spawn(total_memory_mb)
+            server = cls(process, control, folder, group)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -163,10 +169,12 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self.group is not None:
+            self.group.remove()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(total_memory_mb: int | None) -> tuple[subprocess.Popen[bytes], socket.socket, Group | None]:
     inside = package_files("surefoot.sandbox.inside")
     sources = [(name, inside.joinpath(f"{name}.py").read_text(encoding="utf-8")) for name in _INSIDE]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -185,6 +193,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
             env=layout.environment(),
             pass_fds=(theirs.fileno(), parent),
         )
+        group = _grouped(process.pid, total_memory_mb)  # before it starts anything itself
         boot = _BOOT.format(sources=sources, control=theirs.fileno(), parent=parent)
         with cast("Any", process.stdin) as stdin:
             stdin.write(boot.encode())
@@ -194,7 +203,20 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     finally:
         theirs.close()
         os.close(parent)
-    return process, ours
+    return process, ours, group
+
+
+def _grouped(pid: int, total_memory_mb: int | None) -> Group | None:
+    """The process's new control group; None where none can be had, and the watch over memory must do."""
+    group = make_group(total_memory_mb)
+    if group is None:
+        return None
+    try:
+        group.take(pid)
+    except OSError:
+        group.remove()
+        return None
+    return group
 
 
 def _own_tree(tree: Path, folder: Path) -> str:

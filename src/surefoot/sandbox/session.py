@@ -15,10 +15,10 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from surefoot.core.errors import ConfigError, DataError, SurefootError
-from surefoot.sandbox.execution import MOST_REPORT, Job, Outputs, end_status
+from surefoot.sandbox.execution import MOST_REPORT, Job, Outputs, end_status, killed_for_memory
 from surefoot.sandbox.io import elsewhere
 from surefoot.sandbox.server import Server
 from surefoot.sandbox.text import clean
@@ -33,10 +33,37 @@ class SessionEnded(SurefootError):
     """The code ended its session, or made it refuse: a failure of the agent, not of the sandbox."""
 
 
+class Seat(Protocol):
+    """What a session is made of, here or elsewhere."""
+
+    limits: Limits
+
+    @property
+    def alive(self) -> bool:
+        """Whether a further turn can run."""
+        ...
+
+    async def turn(self, job: Job, seconds: float) -> Result:
+        """Run a turn."""
+        ...
+
+    async def fork(self) -> Seat:
+        """A copy."""
+        ...
+
+    async def read_file(self, path: str, most: int) -> bytes:
+        """A file of the working folder."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
 class Session:
     """A process that runs turns. ``run`` never raises for what the code does; a dead session says KILLED."""
 
-    def __init__(self, seat: _Seat) -> None:
+    def __init__(self, seat: Seat) -> None:
         self._seat = seat
 
     @property
@@ -286,6 +313,7 @@ class _Seat:
         excess = self.outputs.excess
         code = -signal.SIGKILL if self.code is None else self.code
         status = Status.KILLED
+        reason = reason or killed_for_memory(self.tree.server, code)
         if stopped is not Status.KILLED:
             status = stopped
         elif reason or code < 0:

@@ -23,6 +23,7 @@ class Tier(StrEnum):
     UID = "uid"  # from root: a user per execution, Landlock, seccomp, limits
     LANDLOCK = "landlock"  # the caller's own user, Landlock, seccomp, limits, no new processes
     NONE = "none"  # limits only: for code that is trusted
+    REMOTE = "remote"  # one of these, inside a container elsewhere; see ``Probe.inside``
 
 
 class SandboxFault(EnvironmentFault):
@@ -131,11 +132,13 @@ class Probe:
     """What this machine can hold. ``tier`` is the strongest whose required checks were all stopped.
 
     ``checks`` holds those of the chosen tier; ``refused`` says of each stronger tier why it is not it.
+    In tier ``remote`` both were found in the container, whose own tier is ``inside``.
     """
 
     tier: Tier
     checks: tuple[Check, ...]
     refused: Mapping[str, str] = field(default_factory=lambda: {})
+    inside: Tier | None = None
 
     @property
     def gaps(self) -> tuple[str, ...]:

@@ -17,9 +17,8 @@ from surefoot.core.errors import ConfigError, nearest
 from surefoot.core.types import Sampling, Split
 from surefoot.economics.ledger import parse_duration
 from surefoot.economics.prices import PriceTable
+from surefoot.training.arms import ARMS
 
-Arm = Literal["permuted", "random", "constant", "frozen"]
-ARMS: tuple[str, ...] = get_args(Arm)
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -218,10 +217,13 @@ class EvaluationConfig(_Section):
 class ControlsConfig(_Section):
     """Arms that repeat every stage after the cold start with a judgement that teaches nothing."""
 
-    arms: tuple[Arm, ...] = ("permuted",)
+    arms: tuple[str, ...] = ("permuted",)
 
     @model_validator(mode="after")
-    def _no_twins(self) -> ControlsConfig:
+    def _known_once(self) -> ControlsConfig:
+        for arm in self.arms:
+            if arm not in ARMS:
+                raise ValueError(f"arms names {arm!r}, which does not exist; {nearest(arm, ARMS)}")
         if len(set(self.arms)) != len(self.arms):
             raise ValueError(f"arms {list(self.arms)} names one arm twice")
         return self

@@ -29,7 +29,7 @@ from surefoot.objectives.preference import (
     trajectory_sums,
 )
 from surefoot.training.algorithms import Algorithm, Settings
-from surefoot.training.arms import TREATMENT
+from surefoot.training.arms import TREATMENT, arm_of
 from surefoot.training.companions import Beside, follow, split
 from surefoot.training.config import PreferenceStage
 from surefoot.training.metrics import StepResult, common, nothing
@@ -227,7 +227,7 @@ class PreferenceTraining:
         rows = self.source.share(self._pairs, index)
         unit = Unit("", self.arm, self.tag, index, "update")
         began, cpu = time.perf_counter(), time.process_time()
-        if self.arm == "frozen":
+        if not arm_of(self.arm).learns:
             metrics: dict[str, Any] = common(nothing(learner))
         else:
             update = PairUpdate(self.row.name, self.row.settings, self.beside, learner)

@@ -30,7 +30,7 @@ from surefoot.policy.reward_model import (
     save_reward_model,
 )
 from surefoot.training.algorithms import Algorithm
-from surefoot.training.arms import TREATMENT
+from surefoot.training.arms import TREATMENT, arm_of
 from surefoot.training.config import PreferenceStage
 from surefoot.training.metrics import StepResult, common, nothing
 from surefoot.training.ranking import Pair, PairSource
@@ -196,7 +196,7 @@ class RewardModelTraining:
         unit = Unit("", self.arm, self.tag, index, "update")
         began, cpu = time.perf_counter(), time.process_time()
         rows = self.source.share(self._train, index)
-        if self.arm == "frozen" or not rows:
+        if not arm_of(self.arm).learns or not rows:
             metrics: dict[str, Any] = {"pairs": 0, "loss": None, **common(nothing(learner))}
         else:
             metrics = self._training.step(rows)

@@ -24,7 +24,7 @@ from surefoot.learner.utterance import Turns, fit_critic, turn_advantages
 from surefoot.objectives import icepop, truncated_importance
 from surefoot.objectives.entropy import AdaptiveCoefficient, clip_cov, kl_cov
 from surefoot.training.algorithms import Algorithm, Credited
-from surefoot.training.arms import TREATMENT
+from surefoot.training.arms import TREATMENT, arm_of, as_trained
 from surefoot.training.companions import Beside, cut_values, split
 from surefoot.training.config import RlStage
 from surefoot.training.losses import RlLoss
@@ -55,6 +55,7 @@ class RlTraining:
         first_step: int,
         tag: str,
     ) -> None:
+        stage, row = as_trained(arm, stage, row)
         self.session, self.stage, self.row, self.arm = session, stage, row, arm
         self.first_task, self.first_step, self.tag = first_task, first_step, tag
         self.steps = stage.steps
@@ -237,7 +238,7 @@ class RlTraining:
         self, index: int, batch: Batch, learner: Learner, seed: int, greedy: Float64 | None
     ) -> tuple[list[Float64], dict[str, Any]]:
         """(the advantages of each trajectory's tokens, metrics) of the step's updates."""
-        if self.arm == "frozen" or not batch.valid.any():
+        if not arm_of(self.arm).learns or not batch.valid.any():
             return [np.zeros(n) for n in batch.lengths], common(nothing(learner))
         if self.row.credit is None:
             return self._learn_pairs(batch, learner, seed)
@@ -521,7 +522,7 @@ class RlTraining:
         """
         advantages = [np.zeros(n) for n in batch.lengths]
         rows = np.flatnonzero(batch.valid)
-        if self.arm == "frozen" or not len(rows):
+        if not arm_of(self.arm).learns or not len(rows):
             return advantages, common(nothing(learner))
         own = batch.take(rows)
         tasks = {group.task.id: group.task for group in groups}

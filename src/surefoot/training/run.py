@@ -27,7 +27,7 @@ from surefoot.learner.learner import Learner, OptimizerSettings
 from surefoot.runs import files
 from surefoot.runs.directory import Manifest, RunDirectory
 from surefoot.training.algorithms import Algorithm, algorithm
-from surefoot.training.arms import TREATMENT
+from surefoot.training.arms import TREATMENT, arm_of, as_trained, without_effect
 from surefoot.training.companions import value_head_of
 from surefoot.training.config import PreferenceStage, RlStage, RunConfig, SftStage, parse_config, to_toml
 from surefoot.training.learned import check_learned, check_unchanged, learned_events
@@ -80,12 +80,32 @@ def check_config(config: RunConfig) -> None:
         scorers += row.learn == "scores"
     if scorers > 1:
         raise ConfigError(f"{scorers} stages train a reward model; a run keeps one, so leave the others out")
+    _check_arms(config)
+
+
+def _check_arms(config: RunConfig) -> None:
+    """An arm with an update of its own must differ in some stage from the plain one. Raises ConfigError."""
+    for arm in config.arms:
+        if arm_of(arm).plain:
+            continue
+        reasons: list[str] = []
+        for stage in config.learning:
+            row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
+            if isinstance(stage, RlStage):
+                reasons.append(without_effect(arm, stage, row))
+            else:
+                reasons.append(f"algorithm {row.name!r} has no ratio")
+        if all(reasons):
+            raise ConfigError(
+                f"controls.arms holds {arm!r}, which would train exactly like {arm_of(arm).signal!r}: "
+                f"{'; '.join(dict.fromkeys(reasons))}. Remove it, or use {arm_of(arm).signal!r}"
+            )
 
 
 def _check_stage(config: RunConfig, stage: RlStage, row: Algorithm) -> None:
     """What an algorithm asks of its stage. Raises ConfigError."""
     settings = row.settings
-    judged = [arm for arm in config.arms if arm != "frozen"]
+    judged = [arm for arm in config.arms if arm_of(arm).learns]
     if "teacher" in row.needs and judged:
         raise ConfigError(
             f"controls.arms = {judged}: algorithm {row.name!r} reads no reward, so these arms would train "
@@ -259,7 +279,7 @@ class _Run:
     ) -> None:
         """Run one stage from its step ``done - first`` on; checkpoints as it goes and at its end."""
         gc.collect()
-        learner = self._learner(stage, training.steps)
+        learner = self._learner(arm, stage, training.steps)
         begin = max(done - first, 0)
         if latest is not None and not begin:
             checkpoint.load_weights(latest, learner.model)
@@ -280,13 +300,15 @@ class _Run:
                     arm, learner, training, first + index + 1, finished=end and last, optimizer=not end
                 )
 
-    def _learner(self, stage: Stage, steps: int) -> Learner:
+    def _learner(self, arm: str, stage: Stage, steps: int) -> Learner:
         settings = OptimizerSettings(
             stage.lr, stage.betas, 1e-8, stage.weight_decay, stage.clip_norm, stage.warmup, stage.schedule
         )
+        row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
+        if isinstance(stage, RlStage):
+            stage, row = as_trained(arm, stage, row)
         updates = steps * (stage.updates_per_step if isinstance(stage, RlStage) else 1)
         config = self.config.learner
-        row = algorithm(stage.algorithm, stage.settings, kind=stage.kind)
         model = self.session.loaded.model
         critic = "critic" in row.needs
         return Learner(

@@ -16,7 +16,7 @@ from torch import Tensor
 from surefoot.core.types import Group, Scored, Trajectory
 from surefoot.credit.filters import tool_penalty
 from surefoot.learner.batch import Example
-from surefoot.training.arms import TREATMENT, arm_order, arm_returns
+from surefoot.training.arms import arm_of, arm_order, arm_returns
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -102,7 +102,8 @@ def read_batch(
     calls = np.array([t.cost.tool_calls for t in everyone], np.int64)[order]
     sizes = np.array([t.sampled_tokens for t in everyone], np.int64)[order]
     errors = _tool_errors(everyone)[order]
-    if arm not in (TREATMENT, "permuted", "frozen"):
+    signal = arm_of(arm).signal
+    if signal in ("random", "constant"):
         # These arms draw returns of their own; the upper end of the draw counts as success.
         ends = (returns[valid].min(), returns[valid].max()) if valid.any() else (0.0, 0.0)
         success = valid & (returns > 0.5 * (ends[0] + ends[1]))
@@ -120,7 +121,7 @@ def read_batch(
         calls,
         sizes,
         errors,
-        arm in (TREATMENT, "frozen"),
+        signal == "true",
     )
 
 

@@ -145,6 +145,7 @@ def confine(
     """
     tier, sockets = config["tier"], config["network"] == "loopback"
     _set_limits(limits, base)
+    _write("/proc/self/oom_score_adj", "1000")  # where memory is short, this goes before the fork server
     if tier == "full":
         # A user namespace without a map: its own count of processes, and a user that owns nothing.
         kernel.unshare(kernel.NEWUSER)
