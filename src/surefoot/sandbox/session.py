@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 from surefoot.core.errors import ConfigError, DataError, SurefootError
 from surefoot.sandbox.execution import MOST_REPORT, Job, Outputs, end_status, killed_for_memory
@@ -126,7 +125,7 @@ class _Tree:
         self.ended: asyncio.Future[dict[str, Any]] | None = None
         self._loop = asyncio.get_running_loop()
         self._control = control
-        self._answer: asyncio.Future[tuple[dict[str, Any], int]] | None = None
+        self._answer: asyncio.Future[tuple[str, int]] | None = None
         self._asking = asyncio.Lock()
         self.started: asyncio.Future[int] = self._loop.create_future()
         control.setblocking(False)
@@ -144,32 +143,33 @@ class _Tree:
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(SessionEnded("the session has ended"))
             return
-        found = cast("dict[str, Any]", json.loads(message))
-        if "started" in found:
-            self.started.set_result(found["started"])
-        elif "exited" in found:
-            seat = self.seats.get(found["exited"])
+        kind, said = message[:1], message[1:]
+        if kind == b"S":
+            self.started.set_result(int(said))
+        elif kind == b"E":
+            pid, status = map(int, said.split())
+            seat = self.seats.get(pid)
             if seat is not None:
-                seat.died(os.waitstatus_to_exitcode(found["status"]))
+                seat.died(os.waitstatus_to_exitcode(status))
         elif self._answer is not None and not self._answer.done():
-            self._answer.set_result((found, fds[0] if fds else -1))
+            self._answer.set_result((said.decode("utf-8", "backslashreplace"), fds[0] if fds else -1))
 
-    def tell(self, op: str, pid: int) -> None:
-        """``interrupt`` or ``kill`` a process of the tree."""
+    def tell(self, op: bytes, pid: int) -> None:
+        """Interrupt (``I``) or kill (``K``) a process of the tree."""
         with contextlib.suppress(SessionEnded):  # the keeper has gone; the fork server tells of it
-            self._send({"op": op, "pid": pid})
+            self._send(op + b"%d" % pid)
 
-    def _send(self, order: Mapping[str, Any]) -> None:
+    def _send(self, order: bytes) -> None:
         try:
-            self._control.send(json.dumps(order).encode())
+            self._control.send(order)
         except OSError as error:
             raise SessionEnded(f"the session has ended: {error.strerror}") from error
 
-    async def read(self, folder: str, path: str) -> tuple[dict[str, Any], int]:
-        """Ask the keeper to open a file: (its answer, a descriptor or -1)."""
+    async def read(self, folder: str, path: str) -> tuple[str, int]:
+        """Ask the keeper to open a file: (why it was refused, a descriptor or -1)."""
         async with self._asking:
             self._answer = self._loop.create_future()
-            self._send({"op": "read", "folder": folder, "path": path})
+            self._send(b"R" + folder.encode() + b"\0" + os.fsencode(path))
             return await asyncio.wait_for(self._answer, _SETTLE_SECONDS)
 
     async def end(self) -> None:
@@ -222,7 +222,7 @@ class _Seat:
 
     def _kill(self) -> None:
         if self.pid and self.alive:
-            self.tree.tell("kill", self.pid)
+            self.tree.tell(b"K", self.pid)
 
     async def hear(self, seconds: float) -> bytes:
         """The next report, or b"" when the process is gone or silent for ``seconds``."""
@@ -284,7 +284,7 @@ class _Seat:
                     return b"", None
                 reason = Status.KILLED  # it closed its socket and lives on
             elif self.alive:
-                self.tree.tell("interrupt", self.pid)
+                self.tree.tell(b"I", self.pid)
                 report = await self.hear(_GRACE_SECONDS)
                 if report:
                     return report, reason
@@ -365,7 +365,7 @@ class _Seat:
         inside = f"{self._folder}/{path}" if self._folder else path
         found, fd = await self.tree.read("forks" if self._folder else "box", inside)
         if fd < 0:
-            raise DataError(f"{path!r} cannot be read: {found.get('refused', 'no answer')}")
+            raise DataError(f"{path!r} cannot be read: {found or 'no answer'}")
         with open(fd, "rb") as file:
             content = file.read(most + 1)
         if len(content) > most:

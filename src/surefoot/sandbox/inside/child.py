@@ -30,6 +30,7 @@ STDIN, STDOUT, STDERR, REPORT, PAYLOAD = range(5)
 _MOST_VALUE = 60_000
 MOST_FILES = os.sysconf("SC_OPEN_MAX")  # the zygote's, before any child lowers its own
 _CELL = "<cell>"
+_REHEARSALS = 40  # code is adapted from its eighth run on
 
 # First byte of a report.
 OK, ERROR, MEMORY, INTERRUPTED, FORKED = b"0", b"1", b"M", b"I", b"F"
@@ -79,6 +80,7 @@ def put_files(files: Mapping[str, bytes]) -> None:
 def reseed(seed: int | None) -> None:
     """Give the process its own random numbers; a fork would repeat its siblings'."""
     value = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+    threading.main_thread()._set_native_id()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]  nothing else did after the fork
     random.seed(value)
     numpy_random = cast("Any", sys.modules.get("numpy.random"))
     if numpy_random is not None:
@@ -256,5 +258,25 @@ def settle() -> None:
     for stream in (sys.stdout, sys.stderr):
         cast("Any", stream).reconfigure(encoding="utf-8", errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _rehearse()
     gc.collect()
     gc.freeze()  # children must not copy pages only to look for garbage
+
+
+def _rehearse() -> None:
+    """Do what every child does until the interpreter has adapted its bytecode, once and for all of them.
+
+    Each would otherwise do so in pages of its own.
+    """
+    for _ in range(_REHEARSALS):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        header = json.dumps({"code": 1, "files": [], "seed": 0, "argv": None}).encode()
+        fd = os.memfd_create("rehearsal", os.MFD_CLOEXEC)
+        os.write(fd, b"".join([len(header).to_bytes(8, "little"), header, b"1"]))
+        _, code, files = read_payload(fd)
+        put_files(files)
+        _report(ours, turn(code, {"__builtins__": builtins})[0])
+        socket.recv_fds(theirs, 256, 3)
+        ours.close()
+        theirs.close()
+    linecache.cache.pop(_CELL, None)

@@ -1,18 +1,17 @@
 """Process 1 of a session: starts it, outlives its orphans, and does what the harness asks of the session.
 
-It runs no code of the agent and reads nothing of the agent's but process ids and exit statuses.
+It runs no code of the agent and reads nothing of the agent's but process ids and exit statuses. There is one
+for each session, so it uses little of the interpreter: what it touches, it has a copy of.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
 import socket
 import stat
-from typing import Any, cast
 
 from . import kernel
 
@@ -22,7 +21,12 @@ def _wake_up(number: int, frame: object) -> None:
 
 
 class Keeper:
-    """Answers on ``control``: ``kill`` and ``interrupt`` a process, ``read`` a file. Tells of every exit."""
+    """Answers on ``control``; one byte says what a message is.
+
+    Orders: ``K`` and ``I`` with a process to kill or interrupt, ``R`` with a folder's name, NUL and the path
+    of a file to open. Told: ``S`` the first process, ``E`` a process that ended and its status, ``O`` with the
+    descriptor of a file, ``F`` why there is none.
+    """
 
     def __init__(self, control: socket.socket, first: int, folders: dict[str, int]) -> None:
         self._control = control
@@ -30,7 +34,7 @@ class Keeper:
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _wake_up)
-        self._tell({"started": first})
+        self._tell(b"S%d" % first)
 
     def serve(self) -> None:
         """Until the harness closes the socket; then the process ends and takes all others with it."""
@@ -43,7 +47,7 @@ class Keeper:
                 message = self._control.recv(8192)
                 if not message:
                     return
-                self._obey(cast("dict[str, Any]", json.loads(message)))
+                self._obey(message)
 
     def _reap(self) -> None:
         while True:
@@ -53,16 +57,17 @@ class Keeper:
                 return
             if pid == 0:
                 return
-            self._tell({"exited": pid, "status": status})
+            self._tell(b"E%d %d" % (pid, status))
 
-    def _obey(self, order: dict[str, Any]) -> None:
-        if order["op"] == "read":
-            self._read(order["folder"], order["path"])
+    def _obey(self, order: bytes) -> None:
+        if order[:1] == b"R":
+            folder, _, path = order[1:].partition(b"\0")
+            self._read(folder.decode(), os.fsdecode(path))
             return
-        number = signal.SIGINT if order["op"] == "interrupt" else signal.SIGKILL
-        if order["pid"] > 1:
+        number, pid = signal.SIGINT if order[:1] == b"I" else signal.SIGKILL, int(order[1:])
+        if pid > 1:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself, and its exit is told
-                os.kill(order["pid"], number)
+                os.kill(pid, number)
 
     def _read(self, folder: str, path: str) -> None:
         # From descriptors taken before the code began, since it may put links where its folders were.
@@ -72,13 +77,13 @@ class Keeper:
                 os.close(fd)
                 raise OSError(0, "not a regular file")
         except OSError as error:
-            self._tell({"refused": error.strerror or str(error)})
+            self._tell(b"F" + (error.strerror or str(error)).encode())
             return
-        socket.send_fds(self._control, [b'{"opened": true}'], [fd])
+        socket.send_fds(self._control, [b"O"], [fd])
         os.close(fd)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: bytes) -> None:
         try:
-            self._control.send(json.dumps(message).encode())
+            self._control.send(message)
         except (BrokenPipeError, ConnectionResetError):
             os._exit(0)  # the harness has gone; so must everything here

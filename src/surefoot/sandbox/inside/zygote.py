@@ -135,7 +135,7 @@ class Zygote:
                 kernel.unshare(kernel.NEWPID)
             else:
                 self._make_slot(slot)
-            pid = os.fork()
+            pid = kernel.fork()
         except OSError:
             self._free.append(slot)
             raise
@@ -184,7 +184,7 @@ class Zygote:
         os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
         if keeper is not None:
             kernel.become_reaper()
-            first = os.fork()
+            first = kernel.fork()
             if first:
                 return self._keep(keeper, first, places, slot)
             keeper.close()
