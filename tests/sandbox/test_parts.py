@@ -152,6 +152,8 @@ def test_hostile_outputs_and_reports_make_results_and_no_crash(number: int) -> N
     class Ended:
         """A fork server that has already told of the end."""
 
+        group = None
+
         def kill(self, number: int, reason: str) -> None:
             pass
 

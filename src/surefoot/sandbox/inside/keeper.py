@@ -24,8 +24,8 @@ class Keeper:
     """Answers on ``control``; one byte says what a message is.
 
     Orders: ``K`` and ``I`` with a process to kill or interrupt, ``R`` with a folder's name, NUL and the path
-    of a file to open. Told: ``S`` the first process, ``E`` a process that ended and its status, ``O`` with the
-    descriptor of a file, ``F`` why there is none.
+    of a file to open. Told: ``S`` the first process, ``E`` a process that ended and its status, ``O`` with a
+    file's descriptor, ``F`` why there is none.
     """
 
     def __init__(self, control: socket.socket, first: int, folders: dict[str, int]) -> None:

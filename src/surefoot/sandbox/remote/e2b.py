@@ -47,19 +47,24 @@ class E2B:
             raise SandboxFault(f"E2B gives no machine: {error}") from error
         try:
             handle = machine.commands.run(
-                shlex.join(command), background=True, stdin=True, timeout=0, user=self.user
+                shlex.join(command),
+                background=True,
+                stdin=True,
+                timeout=0,
+                user=self.user,
+                retain_output=False,
             )
         except Exception as error:
             machine.kill()
             raise SandboxFault(f"E2B cannot start the worker: {error}") from error
-        return E2BChannel(machine, handle, library("e2b").CommandExitException)
+        return E2BChannel(machine, handle)
 
 
 class E2BChannel:
     """A command's stdin and output."""
 
-    def __init__(self, machine: Any, handle: Any, ended: type[Exception]) -> None:
-        self._machine, self._handle, self._ended = machine, handle, ended
+    def __init__(self, machine: Any, handle: Any) -> None:
+        self._machine, self._handle = machine, handle
         self._events: Iterator[tuple[str | None, str | None, Any]] = iter(handle)
         self._closed = False
 

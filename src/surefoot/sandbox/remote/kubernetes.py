@@ -13,7 +13,7 @@ from surefoot.core.errors import ConfigError
 from surefoot.sandbox.remote.libraries import library
 from surefoot.sandbox.types import SandboxFault
 
-_STDIN, _STDOUT, _STDERR = 0, 1, 2
+_STDIN = 0
 _POLL_SECONDS = 0.5
 _PART = 1 << 16  # of a message to stdin; servers refuse larger ones
 
@@ -61,7 +61,7 @@ class Kubernetes:
             stream = library("kubernetes", "stream").stream
             attached = stream(
                 api.connect_get_namespaced_pod_attach, name, self.namespace,
-                stdin=True, stdout=True, stderr=True, tty=False, _preload_content=False,
+                stdin=True, stdout=True, stderr=False, tty=False, _preload_content=False,
             )  # fmt: skip
         except Exception as error:
             api.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
@@ -152,16 +152,14 @@ class PodChannel:
             self._socket.write_channel(_STDIN, text[start : start + _PART])
 
     def receive(self) -> tuple[int, bytes] | None:
-        """What came next on either channel."""
+        """What came next on stdout, the only channel that is attached; the pod's log has stderr."""
         while not self._closed:
-            for channel in (_STDOUT, _STDERR):
-                # Takes what is there; only update() waits, and only it reads the socket.
-                found = self._socket.read_channel(channel, timeout=0)
-                if found:
-                    return channel, found.encode("utf-8", "backslashreplace")
+            self._socket.update(timeout=_POLL_SECONDS)
+            found = self._socket.read_all()  # and not read_channel, which keeps a copy of everything
+            if found:
+                return 1, found.encode("utf-8", "backslashreplace")
             if not self._socket.is_open():
                 return None
-            self._socket.update(timeout=_POLL_SECONDS)
         return None
 
     def close(self) -> None:
