@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); the first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,verify,judge,search,mcp,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,verify,judge,search,mcp,remote,dev]"
 	@touch $(READY)
 
 # An interrupted demo goes on; after a finished one the next begins in a fresh folder. The run ends by

@@ -536,9 +536,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     settings = client.Configuration(host=f"http://127.0.0.1:{server.server_port}")
     settings.retries = False
-    monkeypatch.setattr(
-        config, "load_kube_config", lambda context: client.Configuration.set_default(settings)
-    )
+    use = client.Configuration.set_default
+    monkeypatch.setattr(config, "load_kube_config", lambda context: use(settings))
     monkeypatch.setattr(stream, "stream", attach)
     yield Cluster
     use(None)

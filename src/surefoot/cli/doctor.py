@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -174,6 +175,8 @@ def _sandbox() -> Iterator[Finding]:
     import asyncio
 
     from surefoot.sandbox import SandboxFault, probe
+    from surefoot.sandbox.cgroup import make_group
+    from surefoot.sandbox.remote.libraries import PACKAGES
 
     try:
         found = asyncio.run(probe())
@@ -185,3 +188,12 @@ def _sandbox() -> Iterator[Finding]:
         yield Finding(f"not {name}", None, why)
     for check in found.checks:
         yield Finding(check.name, True if check.stopped else None, check.detail or "stopped")
+    group = make_group(None)
+    if group is not None:
+        group.remove()
+    bound = f"{group.memory >> 20} MB in a control group" if group is not None else "no control group here"
+    yield Finding("memory of all together", True if group is not None else None, bound)
+    for name, package in PACKAGES.items():
+        there = importlib.util.find_spec(package) is not None
+        hint = "its package is installed" if there else "for containers there: pip install 'surefoot[remote]'"
+        yield Finding(f"remote {name}", True if there else None, hint)
