@@ -25,6 +25,7 @@ from surefoot.sandbox import BARE, SCIENCE, Limits, Profile, Sandbox, Status
 CODE = "print(sum(range(1000)))"
 IMPORTS = "import numpy, sympy\n" + CODE
 LIMITS = Limits(seconds=60)
+_IDLE = 500
 
 
 async def _bare(code: str) -> None:
@@ -169,23 +170,25 @@ async def many(number: int, at_once: int, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _proportional_mb(root: int) -> float:
-    """MB of all processes below ``root``, pages that are shared divided among their holders."""
+def _memory_mb(root: int) -> tuple[float, float]:
+    """MB of all processes below ``root``: with shared pages divided among their holders, and private ones."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # ended between listing and reading
-    total = 0
+    proportional = private = 0
     for pid in parents:
         top = pid
         while top in parents and top != root:
             top = parents[top]
         if top == root:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                size = int(line.split()[1]) if line.endswith("kB") else 0
+                proportional += size * line.startswith("Pss:")
+                private += size * line.startswith("Private_")
+    return proportional / 1024, private / 1024
 
 
 async def idle(box: Sandbox, number: int) -> dict[str, Any]:
@@ -195,10 +198,12 @@ async def idle(box: Sandbox, number: int) -> dict[str, Any]:
     for session in sessions:
         await session.run("x = 1")
     held = before - _available_mb()
-    pages = _proportional_mb(box._servers[0].pid)
+    proportional, private = _memory_mb(box._servers[0].pid)
     for session in sessions:
         await session.close()
-    return {"sessions": number, "available_fell_mb": held, "proportional_mb": pages}
+    return {
+        "sessions": number, "available_fell_mb": held, "proportional_mb": proportional, "private_mb": private,
+    }  # fmt: skip
 
 
 def _available_mb() -> float:
@@ -216,9 +221,33 @@ async def measure(quick: bool) -> dict[str, Any]:
     found["cpu_ms"] = await cpu_time(10 if quick else 150)
     async with Sandbox.open(profile=SCIENCE, limits=LIMITS) as box:
         found["numpy_sympy_ms"] = await warm(box)
-        found["idle"] = await idle(box, 50 if quick else 500)
+        found["idle"] = await idle(box, 50 if quick else _IDLE)
     found["many"] = await many(100 if quick else 1000, 50 if quick else 200, 0.3)
     return found
+
+
+def targets(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name -> what it should be, what it is, and whether that is met; the middle of an interval decides."""
+    shot, idle_sessions, at_once = found["one_shot"], found["idle"], found["many"]
+    rows: dict[str, tuple[str, float, bool]] = {}
+
+    def least(name: str, bound: float, value: float) -> None:
+        rows[name] = (f">= {bound:g}", value, value >= bound)
+
+    def most(name: str, bound: float, value: float) -> None:
+        rows[name] = (f"<= {bound:g}", value, value <= bound)
+
+    least("one-shot throughput, times python -c", 2.5, shot["per_second"]["ratio"][0])
+    most("one-shot median latency, share of python -c", 1 / 3, 1 / shot["latency_ms"]["ratio"][0])
+    least("numpy+sympy warm, times a process that imports them", 30, found["numpy_sympy_ms"]["ratio"][0])
+    most("session turn, median ms", 1, found["session_ms"]["turn"]["p50"])
+    least(f"{at_once['number']} executions that sleep, share of ideal overlap", 0.9, at_once["overlap"])
+    least("of which right, share", 1, at_once["right"] / at_once["number"])
+    if idle_sessions["sessions"] == _IDLE:  # fewer would be charged with all that they share
+        most(f"{_IDLE} idle sessions with numpy+sympy, MB", 2000, idle_sessions["proportional_mb"])
+    return {
+        name: {"target": target, "value": value, "met": met} for name, (target, value, met) in rows.items()
+    }
 
 
 def main() -> None:
@@ -238,6 +267,9 @@ def main() -> None:
     print("session p50 ms: " + ", ".join(f"{name} {session[name]['p50']:.2f}" for name in session))
     print(f"many at once: {found['many']}")
     print(f"idle: {found['idle']}")
+    found["targets"] = targets(found)
+    for name, row in found["targets"].items():
+        print(f"{'met  ' if row['met'] else 'UNMET'} {name}: {row['value']:.3f} (target {row['target']})")
     if not quick:
         print("kept in", keep("sandbox", {"user": os.geteuid(), **found}))
 

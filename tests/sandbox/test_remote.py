@@ -5,6 +5,7 @@ real worker; each library is the real one, with the service behind it played her
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -69,7 +70,8 @@ class Played:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -381,7 +383,8 @@ class Daemon(BaseHTTPRequestHandler):
         def out() -> None:
             while (part := one.receive()) is not None:
                 self.connection.sendall(struct.pack(">BxxxL", part[0], len(part[1])) + part[1])
-            self.connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # the client went first
+                self.connection.shutdown(socket.SHUT_WR)
 
         threading.Thread(target=out, daemon=True).start()
         while data := self.connection.recv(1 << 16):

@@ -77,6 +77,7 @@ class Link:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._stderr = b""
+        self._ending: asyncio.Future[None] | None = None
         self._sender = ThreadPoolExecutor(1, "surefoot-remote")  # one: lines must stay whole
         threading.Thread(target=self._read, name="surefoot-remote-read", daemon=True).start()
 
@@ -176,12 +177,13 @@ class Link:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxFault(f"the container is gone: {self._why}"))
-        self._loop.run_in_executor(None, self._channel.close)
+        self._ending = self._loop.run_in_executor(None, self._channel.close)
 
     async def close(self) -> None:
-        """End the container."""
+        """End the container, and wait until it is gone."""
         self._lose("it was closed")
-        await self._loop.run_in_executor(None, self._channel.close)
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
         self._sender.shutdown(wait=False)
 
 
