@@ -129,6 +129,27 @@ def test_doctor_probes_a_model(run_cli: Run) -> None:
     assert states["untrusted text safe"] is True and states["cores"] is True
 
 
+def test_doctor_sandbox_tells_of_the_bound_and_of_containers_elsewhere(
+    run_cli: Run, monkeypatch: Any
+) -> None:
+    import importlib.util
+
+    from surefoot.sandbox import Check, Probe, Tier
+
+    async def probed() -> Probe:
+        return Probe(Tier.FULL, (Check("fork bomb", True),))
+
+    real = importlib.util.find_spec
+    there = {"docker": True, "kubernetes": None, "e2b": None}
+    monkeypatch.setattr("surefoot.sandbox.probe", probed)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: there[name] if name in there else real(name))
+    found = {item["name"]: item for item in document(run_cli("doctor", "sandbox", "--json"))["findings"]}
+    assert found["tier"]["ok"] is True and found["fork bomb"]["ok"] is True
+    assert "control group" in found["memory of all together"]["detail"]
+    assert found["remote docker"]["ok"] is True
+    assert found["remote e2b"]["ok"] is None and "surefoot[remote]" in found["remote e2b"]["detail"]
+
+
 def test_doctor_exits_1_for_a_model_that_does_not_load(run_cli: Run, tmp_path: Path) -> None:
     result = run_cli("doctor", "--model", tmp_path)
     assert result.exit_code == 1
