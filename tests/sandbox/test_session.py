@@ -295,3 +295,16 @@ def test_sessions_leave_no_descriptor_open(box: Held) -> None:
     before = len(os.listdir("/proc/self/fd"))
     within(box, scenario)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.slow
+def test_more_sessions_than_the_code_may_have_descriptors(box: Held) -> None:
+    async def scene() -> list[str]:
+        sessions = [await box.sandbox.session() for _ in range(300)]
+        values = [(await session.run(f"{i} + 1")).value for i, session in enumerate(sessions)]
+        late = await box.sandbox.run("print('late')")
+        for session in sessions:
+            await session.close()
+        return [*values, late.stdout]
+
+    assert asyncio.run(scene()) == [*(str(i + 1) for i in range(300)), "late\n"]

@@ -188,8 +188,8 @@ class Zygote:
             if first:
                 return self._keep(keeper, first, places, slot)
             keeper.close()
+        child.close_others()  # first: with hundreds of siblings their descriptors exceed the code's limit
         jail.confine(config, limits, self._base, folder, uid)
-        child.close_others()
         header, code, files = child.read_payload(child.PAYLOAD)
         _TIME.pack_into(self._ready, 8 * slot, time.monotonic())
         self._ready.close()
