@@ -15,7 +15,7 @@ import numpy.typing as npt
 from surefoot.core.seeds import derive
 
 if TYPE_CHECKING:  # recipes are read without torch
-    from surefoot.training.algorithms import Algorithm
+    from surefoot.training.algorithms import Algorithm, Settings
     from surefoot.training.config import RlStage
 
 Float64 = npt.NDArray[np.float64]
@@ -69,9 +69,12 @@ def as_trained(arm: str, stage: RlStage, row: Algorithm) -> tuple[RlStage, Algor
     """The stage and its algorithm as ``arm`` trains them."""
     from surefoot.objectives import Clip
 
+    def unclipped(settings: Settings) -> Clip:
+        return Clip.none()
+
     chosen = arm_of(arm)
     if not chosen.clipped:
-        row = replace(row, clip=lambda settings: Clip.none())
+        row = replace(row, clip=unclipped)
     if chosen.on_policy:
         stage = stage.model_copy(update={"updates_per_step": 1})
         if "staleness" in row.settings:
