@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.core.errors import DataError
 from surefoot.core.types import Int32, Sampling, Task, Trajectory, Turn
 from surefoot.credit import steps
 from surefoot.learner.batch import Example, Float64
@@ -140,7 +141,15 @@ class TurnCritic:
         if task_id not in self._preambles:
             text = self.session.cls.privileged(self.tasks[task_id])
             self._preambles[task_id] = self.session.codec.preamble(text)
-        return informed(example, self._preambles[task_id])
+        found = informed(example, self._preambles[task_id])
+        longest, context = max(len(tokens) for tokens, _ in found.segments), self.session.loaded.context
+        if longest > context:
+            room = context - len(self._preambles[task_id])
+            raise DataError(
+                f"privileged({task_id!r}): an episode and this text have {longest} tokens; the critic reads "
+                f"at most {context}; shorten the text, or cap episodes at {room} tokens"
+            )
+        return found
 
 
 def _flat(parts: Sequence[Float64]) -> Tensor:
