@@ -256,6 +256,7 @@ class Learner:
         Weights come from all of them; only those in ``keep`` (default: all) are computed, for
         callers who know that the others' gradient is exactly zero.
         """
+        _trim()  # what sampling left
         factor = self.settings.factor(self.updates, self.total_updates)
         lr = self.settings.lr * factor
         chosen = list(range(len(examples))) if keep is None else sorted(set(keep))
@@ -327,17 +328,19 @@ class Learner:
         return UpdateReport(totals, norm, lr, trained, packed, batches, stepped, reason)
 
 
-_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 
 
 def _steady_heap() -> None:
-    """Let every tensor of a megabyte or more be mapped, and so returned when freed (glibc only).
+    """Keep freed activations for the next layer, and map only what is far larger (glibc only).
 
-    Left alone, the heap keeps what activations freed: about a quarter of the peak.
+    Mapping each tensor anew costs a page fault for every 4 KiB, a fifth of an update; growing the limit as
+    glibc does by itself leaves weights and logits in the heap, which then never shrinks.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_MMAP_THRESHOLD, 1 << 24)
+        mallopt(_TRIM_THRESHOLD, 1 << 29)
 
 
 def _trim() -> None:

@@ -78,7 +78,8 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
         return cast("Tensor", type(module).forward(module, hidden_states, *args, **kwargs))
     attention, mlp = module.self_attn, module.mlp
     x = hidden_states[0]
-    q, k, v = _normed(module.input_layernorm, x, attention.q_proj, attention.k_proj, attention.v_proj)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (part.contiguous() for part in _normed(module.input_layernorm, x, *projections))
     cos, sin = (part[0] for part in kwargs["position_embeddings"])
     q, k = (_rotated(part, cos, sin, attention.head_dim) for part in (q, k))
     v = v.view(len(v), -1, attention.head_dim).transpose(0, 1)

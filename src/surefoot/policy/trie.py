@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.core.errors import DataError
@@ -137,34 +137,76 @@ class TrieAttention:
 
     def __init__(self, trie: Trie) -> None:
         self._nodes = trie.nodes
-        self._sizes = [node.stop - node.start for node in trie.nodes]
-        self._masks: dict[tuple[int, int], Tensor] = {}
-
-    def _mask(self, queries: int, keys: int) -> Tensor:
-        known = self._masks.get((queries, keys))
-        if known is None:
-            known = causal_mask(queries, keys)
-            self._masks[queries, keys] = known
-        return known
+        self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See :class:`surefoot.policy.forward.AttentionLayout`."""
-        queries, keys, values = (x.split(self._sizes, dim=1) for x in (q, k, v))
-        out: list[Tensor] = []
-        for index, node in enumerate(self._nodes):
-            chain = (*node.parents, index)
-            own_k = torch.cat([keys[i] for i in chain], dim=1) if node.parents else keys[index]
-            own_v = torch.cat([values[i] for i in chain], dim=1) if node.parents else values[index]
-            # The CPU kernel misreads a float32 mask beside float64 queries, without an error (torch 2.13).
-            mask = self._mask(self._sizes[index], own_k.shape[1]).to(q.dtype)
-            out.append(
-                F.scaled_dot_product_attention(
-                    queries[index][None],
-                    own_k[None],
-                    own_v[None],
-                    attn_mask=mask,
-                    scale=scale,
-                    enable_gqa=True,
-                )[0]
+        # The kernel reads a head's numbers as neighbours, wherever they are.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return cast("Tensor", _Attend.apply(q, k, v, self, scale))
+
+    def runs(self) -> list[tuple[slice, list[slice]]]:
+        """Of each node, the tokens that ask and the runs of tokens that they see, their own last."""
+        own = [slice(node.start, node.stop) for node in self._nodes]
+        return [(own[i], [own[j] for j in (*node.parents, i)]) for i, node in enumerate(self._nodes)]
+
+    def mask(self, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+        """The causal mask in the queries' dtype: the kernel misreads another one in silence."""
+        known = self._masks.get((queries, keys, dtype))
+        if known is None:
+            known = self._masks[queries, keys, dtype] = causal_mask(queries, keys).to(dtype)
+        return known
+
+
+class _Attend(torch.autograd.Function):
+    """Attention over a trie, keeping q, k, v and the result once: what a node sees is gathered anew."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: TrieAttention, scale: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+        sums: list[Tensor] = []
+        for own, seen in layout.runs():
+            keys, values = _gathered(k, seen, q), _gathered(v, seen, q)
+            queries = _by_kv_head(q[:, own], k)
+            mask = layout.mask(queries.shape[2], keys.shape[2], q.dtype)
+            found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries, keys, values, attn_mask=mask, scale=scale
             )
-        return torch.cat(out, dim=1).transpose(0, 1)
+            out[own] = found.permute(2, 1, 0, 3).flatten(1, 2)
+            sums.append(total)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, *sums = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        grad = cast("Tensor", grads[0]).transpose(0, 1)
+        result = out.transpose(0, 1)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (own, seen), total in zip(ctx.layout.runs(), sums, strict=True):
+            keys, values = _gathered(k, seen, q), _gathered(v, seen, q)
+            queries = _by_kv_head(q[:, own], k)
+            mask = ctx.layout.mask(queries.shape[2], keys.shape[2], q.dtype)
+            above, below = _by_kv_head(grad[:, own], k), _by_kv_head(result[:, own], k)
+            own_q, own_k, own_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                above, queries, keys, values, below, total, 0.0, False, attn_mask=mask, scale=ctx.scale
+            )
+            grad_q[:, own] = own_q.transpose(0, 1).flatten(0, 1)
+            for into, part in ((grad_k, own_k.sum(0)), (grad_v, own_v.sum(0))):
+                for run, piece in zip(
+                    seen, part.split([run.stop - run.start for run in seen], dim=1), strict=True
+                ):
+                    into[:, run] += piece
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _gathered(x: Tensor, seen: list[slice], q: Tensor) -> Tensor:
+    """Keys or values of some runs, for every query head that shares them: float[Hq / Hkv, Hkv, m, D]."""
+    runs = [x[:, run] for run in seen]
+    return (torch.cat(runs, dim=1) if len(runs) > 1 else runs[0]).expand(len(q) // len(x), -1, -1, -1)
+
+
+def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
+    """float[Hq, n, D] -> float[Hq / Hkv, Hkv, n, D]; neighbouring query heads share a key head."""
+    return x.unflatten(0, (len(k), -1)).transpose(0, 1)
