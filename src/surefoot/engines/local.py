@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.core.errors import DataError
@@ -36,6 +37,34 @@ class _Turn:
     row: Row | None = None
     tokens: list[int] = field(default_factory=lambda: [])
     logprobs: list[float] = field(default_factory=lambda: [])
+
+
+_BLOCK = 256  # neighbouring tokens whose mass is summed before any is looked at alone
+
+
+def draw(logits: Tensor, rows: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF draws from rows of logits. float32[R, V] (overwritten), int64[T], float64[T] in [0, 1)
+    -> tokens int64[T], their log-probs float32[T].
+
+    First the block of tokens, then the token in it. Sums are float64, so that rare tokens keep their mass,
+    and a token without any is never drawn.
+    """
+    p = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    blocks = F.pad(p, (0, -p.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    edges = blocks.sum(-1, dtype=torch.float64).cumsum(1)[rows]
+    total = edges[:, -1]
+    block, before = _inverse(edges, uniforms * total)
+    offset, _ = _inverse(blocks[rows, block].double().cumsum(1), uniforms * total - before)
+    mass = blocks[rows, block, offset].double()
+    return block * _BLOCK + offset, (mass.log() - total.log()).float()
+
+
+def _inverse(edges: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """First place whose running sum exceeds ``wanted``, and the sum before it. float64[T, n], float64[T]."""
+    below = torch.nextafter(edges[:, -1], edges.new_zeros(()))
+    place = torch.searchsorted(edges, torch.minimum(wanted, below)[:, None].clamp(min=0.0), right=True)
+    before = torch.where(place > 0, edges.gather(1, (place - 1).clamp(min=0)), 0.0)
+    return place[:, 0], before[:, 0]
 
 
 class LocalEngine:
@@ -234,23 +263,16 @@ class LocalEngine:
     def _pick(
         self, logits: Tensor, sampling: Sampling, members: Sequence[Row], rows: dict[Row, list[_Turn]]
     ) -> list[tuple[_Turn, int, float]]:
-        """Inverse-CDF draws, one uniform a turn; float64 sums so that rare tokens keep their mass."""
+        """One draw a turn by its own uniform, and the log-prob of the token."""
         pairs = [(i, t) for i, row in enumerate(members) for t in rows[row] if t.request.sampling == sampling]
         which = torch.tensor([i for i, _ in pairs])
         if sampling.temperature == 0:
             best = logits.argmax(-1)[which].tolist()
             return [(turn, token, 0.0) for (_, turn), token in zip(pairs, best, strict=True)]
-        logp = torch.log_softmax(restrict(logits, sampling), dim=-1)
-        mass = torch.cumsum(logp.exp(), dim=-1, dtype=torch.float64)
         drawn = torch.tensor([turn.uniforms[len(turn.tokens)] for _, turn in pairs], dtype=torch.float64)
-        own = mass if len(pairs) == len(members) else mass[which]  # one turn a row: already in order
-        picked = torch.searchsorted(own, (drawn * own[:, -1])[:, None], right=True)[:, 0]
-        picked.clamp_(max=logits.shape[-1] - 1)
-        values = logp[which, picked].tolist()
-        return [
-            (turn, *pick)
-            for (_, turn), pick in zip(pairs, zip(picked.tolist(), values, strict=True), strict=True)
-        ]
+        picked, logp = draw(restrict(logits, sampling), which, drawn)
+        found = zip(pairs, picked.tolist(), logp.tolist(), strict=True)
+        return [(turn, token, value) for (_, turn), token, value in found]
 
     def _part(self, row: Row, turns: Sequence[_Turn]) -> None:
         """Finish turns that ended; the others go on with the token they drew, in their own row if needed."""
