@@ -178,6 +178,7 @@ def test_a_dry_run_writes_nothing_and_loads_no_model(run_cli: Run, recipe: Path,
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(recipe.parent)
+    monkeypatch.setattr("surefoot.training.session.load", loaded)
     monkeypatch.setattr("surefoot.policy.models.load", loaded)
     monkeypatch.setattr("transformers.LlamaForCausalLM.__init__", loaded)
     result = run_cli("run", recipe, "--dry-run")
@@ -240,3 +241,16 @@ def test_without_torch_a_dry_run_says_what_it_could_not_check(recipe: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert "not checked" in done.stdout
+
+
+def test_the_plan_counts_the_turns_that_are_only_ranked(run_cli: Run, recipe: Path) -> None:
+    few, many = (
+        document(
+            run_cli(
+                *("run", recipe, "--dry-run", "--json", "--set", "stage.rl.algorithm=sweet_rl"),
+                *("--set", "environment.name=drawers", "--set", f"stage.rl.settings={{candidates={count}}}"),
+            )
+        )
+        for count in (2, 8)
+    )
+    assert many["tokens"] > few["tokens"] and many["seconds"] > few["seconds"]

@@ -64,7 +64,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One line of the plan. ``trained`` says whether an update follows the episodes."""
+    """One line of the plan. ``passes`` counts updates on the episodes, ``drawn`` turns sampled for one."""
 
     phase: str
     episodes: int
@@ -72,6 +72,7 @@ class _Work:
     steps: int = 0
     sampled: bool = True
     passes: int = 0
+    drawn: int = 1
 
 
 def check(config: RunConfig) -> list[str]:
@@ -98,9 +99,11 @@ def estimate(config: RunConfig, out: Path) -> dict[str, Any]:
     cls = load_environment(config.environment.name)
     model, shape = _model_size(config), _episode_shape(config, cls)
     work = _work(config, cls)
-    tokens = sum(item.episodes * (shape.prompt + shape.observed + shape.sampled) for item in work)
+    tokens = sum(
+        item.episodes * (shape.prompt + shape.observed + shape.sampled * item.drawn) for item in work
+    )
     seconds = None if model is None else sum(_seconds(config, item, model, shape) for item in work)
-    sampled = sum(item.episodes * shape.sampled for item in work if item.sampled)
+    sampled = sum(item.episodes * shape.sampled * item.drawn for item in work if item.sampled)
     usd = None
     if seconds is not None:
         usd = config.prices.cost(seconds, round(tokens - sampled), 0, round(sampled), model=_priced(config))
@@ -162,7 +165,18 @@ def _learning(arm: str, stage: RlStage | PreferenceStage) -> _Work:
     planned = stage.tasks_per_step * stage.steps if stage.kind == "rl" else stage.tasks
     tasks = 0 if stage.kind == "preference" and stage.runs else planned
     passes = 1 if arm_of(arm).learns else 0
-    return _Work(f"{arm}: {stage.algorithm}", tasks * stage.group_size, tasks, stage.steps, passes=passes)
+    name = f"{arm}: {stage.algorithm}"
+    return _Work(name, tasks * stage.group_size, tasks, stage.steps, passes=passes, drawn=_drawn(stage))
+
+
+def _drawn(stage: RlStage | PreferenceStage) -> int:
+    """Turns sampled for each one that is played; an algorithm's defaults are known only with torch."""
+    settings = stage.settings
+    if importlib.util.find_spec("torch") is not None:
+        from surefoot.training.algorithms import algorithm
+
+        settings = algorithm(stage.algorithm, stage.settings, kind=stage.kind).settings
+    return int(settings.get("candidates", 1))
 
 
 def _evaluation(config: RunConfig, policy: str, held: Mapping[str, int]) -> _Work:
@@ -302,7 +316,8 @@ def _seconds(config: RunConfig, work: _Work, model: _Size, shape: _Shape) -> flo
     if work.sampled:
         steps = max(work.steps, 1)
         rounds = math.ceil(work.episodes / config.engine.concurrency / steps) * steps
-        seconds += 2 * model.parameters * fresh / (GFLOPS_SAMPLING * 1e9 * cores())
+        more = work.episodes * shape.sampled * (work.drawn - 1)
+        seconds += 2 * model.parameters * (fresh + more) / (GFLOPS_SAMPLING * 1e9 * cores())
         seconds += rounds * shape.sampled * SECONDS_PER_MODEL_CALL
     if work.passes:
         # forward 2 and backward 4 operations a weight and token

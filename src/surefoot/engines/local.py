@@ -53,6 +53,8 @@ def draw(logits: Tensor, rows: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
     blocks = F.pad(p, (0, -p.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     edges = blocks.sum(-1, dtype=torch.float64).cumsum(1)[rows]
     total = edges[:, -1]
+    if not bool(torch.isfinite(total).all()):
+        raise DataError("logits are not finite: the model's weights, or what they are given, are broken")
     block, before = _inverse(edges, uniforms * total)
     offset, _ = _inverse(blocks[rows, block].double().cumsum(1), uniforms * total - before)
     mass = blocks[rows, block, offset].double()

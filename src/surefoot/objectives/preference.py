@@ -163,11 +163,6 @@ def hinge(pairs: Pairs, *, beta: float = 0.1) -> PreferenceLoss:
     return _paired(pairs.weights, (1 - beta * (good - bad)).relu(), beta * good, beta * bad)
 
 
-def discounted(pairs: Pairs, *, beta: float = 0.1) -> PreferenceLoss:
-    """-log sigmoid(beta d) on sums whose tokens are weighed, see ``Preference.token_weights``."""
-    return dpo(pairs, beta=beta)
-
-
 def rpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 1.0) -> PreferenceLoss:
     """DPO plus ``alpha`` times the chosen's NLL per token (iterative RPO, arXiv 2404.19733)."""
     check_not_negative("alpha", alpha)
@@ -364,12 +359,12 @@ _ROWS = (
     _row("dpo", "logistic loss on the difference of log-ratios", "arXiv 2305.18290", dpo),
     _row("ipo", "squared distance of that difference from a fixed lead", "arXiv 2310.12036", ipo),
     _row("hinge", "hinge loss on the difference of log-ratios", "SLiC, arXiv 2305.10425", hinge),
-    _row("dmpo", "DPO whose early turns count more", "arXiv 2406.14868", discounted, discount=_early_turns),
+    _row("dmpo", "DPO whose early turns count more", "arXiv 2406.14868", dpo, discount=_early_turns),
     _row(
         "ld_dpo",
         "DPO in which tokens beyond the shorter one's length count less",
         "arXiv 2409.06411",
-        discounted,
+        dpo,
         discount=_shared_length,
     ),
     _row("rpo", "DPO plus the chosen's likelihood", "iterative RPO, arXiv 2404.19733", rpo),

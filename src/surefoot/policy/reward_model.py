@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from safetensors import SafetensorError
 
 from surefoot.core.errors import ModelError, StorageError
 from surefoot.core.seeds import derive
@@ -116,7 +117,7 @@ def save_reward_model(folder: Path, loaded: LoadedModel, record: RewardModelReco
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(temporary, folder)
         sync_directory(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(f"reward model {folder} could not be written: {error}") from error
 

@@ -7,7 +7,6 @@ is exact, and no micro-batch needs both sides at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -226,7 +225,7 @@ class PreferenceTraining:
         """One update on the next batch of pairs; every pass has its own order."""
         rows = self.source.share(self._pairs, index)
         unit = Unit("", self.arm, self.tag, index, "update")
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.session.clock()
         if not arm_of(self.arm).learns:
             metrics: dict[str, Any] = common(nothing(learner))
         else:

@@ -6,7 +6,6 @@ some tasks are held out and only measure.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -194,7 +193,7 @@ class RewardModelTraining:
         """
         assert self._training is not None
         unit = Unit("", self.arm, self.tag, index, "update")
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.session.clock()
         rows = self.source.share(self._train, index)
         if not arm_of(self.arm).learns or not rows:
             metrics: dict[str, Any] = {"pairs": 0, "loss": None, **common(nothing(learner))}

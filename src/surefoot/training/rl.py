@@ -5,7 +5,6 @@ Reads an algorithm's row as data; must not know its name.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -125,7 +124,7 @@ class RlTraining:
             self.beside.reset_reference()
         groups = self._sample(index)
         unit = self._unit(index)
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.session.clock()
         seed = derive(self.session.config.seed, self.tag, index)
         batch = self._read(groups, seed)
         greedy: Float64 | None = None

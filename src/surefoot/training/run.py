@@ -10,7 +10,6 @@ import gc
 import json
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -332,7 +331,7 @@ class _Run:
         finished: bool,
         optimizer: bool = False,
     ) -> None:
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.session.clock()
         own = training.state() if training is not None else {}
         state = {"arm": arm, "global_step": global_step, "finished": finished, "training": own}
         path = self.run.checkpoint(arm, global_step)

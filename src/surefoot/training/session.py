@@ -153,6 +153,7 @@ class Session:
             concurrency=config.engine.concurrency,
         )
         self._tasks: dict[tuple[str, str, int], list[Task]] = {}
+        self._booked = (0.0, 0.0)
 
     def tasks(self, split: Split, variant: str, *, seed: int, first: int, count: int) -> list[Task]:
         """``count`` tasks of a split from number ``first`` on; a split that ends starts over."""
@@ -209,7 +210,7 @@ class Session:
     def _sample_candidates(
         self, unit: Unit, played: Sequence[tuple[Task, Trajectory]], members: int, seed: int
     ) -> None:
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.clock()
         groups: list[Group] = []
         for task, trajectory in played:
             self.check_budget()
@@ -244,7 +245,7 @@ class Session:
             self._check_scores(unit, [t for group in groups for t in group.trajectories])
             return groups
         self.check_budget()
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.clock()
         with self.store.journal(unit.name) as journal:
 
             def on_episode(task: Task, trajectory: Trajectory, seconds: float) -> None:
@@ -308,11 +309,17 @@ class Session:
                 f"limits.max_unscored = {self.config.limits.max_unscored:.0%}; the first reason: {reason}"
             )
 
+    def clock(self) -> tuple[float, float]:
+        """(wall, CPU) seconds, standing still while they are booked: a phase inside another counts once."""
+        return time.perf_counter() - self._booked[0], time.process_time() - self._booked[1]
+
     def spent(
         self, unit: Unit, began: float, cpu: float, *, trained: int = 0, phase: str | None = None
     ) -> None:
-        """Book the time since ``began``/``cpu`` on a phase and put the ledger on disk."""
-        wall, used = time.perf_counter() - began, time.process_time() - cpu
+        """Book the time since ``began``/``cpu`` of :meth:`clock` on a phase and put the ledger on disk."""
+        now, cpu_now = self.clock()
+        wall, used = now - began, cpu_now - cpu
+        self._booked = (self._booked[0] + wall, self._booked[1] + used)
         name = phase or unit.phase
         self.ledger.record_phase(unit.arm, unit.stage, unit.step, name, wall, used, trained_tokens=trained)
         self.ledger.flush()

@@ -6,7 +6,6 @@ Reads an algorithm's row as data; must not know its name.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,7 +122,7 @@ class SftTraining:
         size = math.ceil(len(order) / per_epoch)
         chosen = [self._examples[i] for i in order[batch * size : (batch + 1) * size]]
         unit = Unit("", self.arm, "sft", index, "update")
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = self.session.clock()
         report = learner.update(chosen, sft_loss, sampling=Sampling()) if chosen else nothing(learner)
         self.session.spent(unit, began, cpu, trained=report.trained_tokens)
         return StepResult({"loss": report.metrics.get("loss"), **common(report)})
