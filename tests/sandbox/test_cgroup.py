@@ -11,12 +11,14 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from surefoot.core.errors import ConfigError
-from surefoot.sandbox import Limits, Sandbox, Status
+from surefoot.sandbox import Limits, Sandbox, Status, cgroup, server
 from surefoot.sandbox.cgroup import Group, make_group
+from surefoot.sandbox.execution import killed_for_memory, memory_kills
 
 from .conftest import Held
 
@@ -104,6 +106,70 @@ def test_a_closed_sandbox_leaves_no_group() -> None:
             return found
 
     assert not any(folder.exists() for folder in asyncio.run(scene()))
+
+
+def test_a_kill_for_memory_is_not_blamed_on_what_began_after_it(tmp_path: Path) -> None:
+    class Grouped:
+        group = Group([tmp_path], 1)
+
+    def killed(times: int) -> None:
+        (tmp_path / "memory.events").write_text(f"low 0\noom 9\noom_kill {times}\noom_group_kill 9\n")
+
+    held: Any = Grouped()
+    assert memory_kills(held) == 0, "a kernel that does not count"
+    killed(1)
+    first = memory_kills(held)
+    killed(2)
+    later = memory_kills(held)
+    for _ in range(2):  # that one has asked takes nothing from the next
+        assert killed_for_memory(held, -signal.SIGKILL, first) == "memory"
+    assert killed_for_memory(held, -signal.SIGKILL, later) == "", "killed, but before it began"
+    assert killed_for_memory(held, 1, first) == "", "it ended otherwise"
+
+
+@needs_group
+@pytest.mark.attack
+def test_a_child_killed_for_memory_does_not_colour_the_next_that_is_killed(small: Held) -> None:
+    starved = (
+        "import os\npid = os.fork()\nif pid == 0:\n    a = bytearray(900 << 20)\nprint(os.waitpid(pid, 0)[1])"
+    )
+    assert small.run(starved).stdout == "9\n"
+
+    async def killed() -> Status:
+        async with await small.sandbox.session() as session:  # its process, unlike a run's, can kill itself
+            return (await session.run("import os\nos.kill(os.getpid(), 9)")).status
+
+    assert asyncio.run(killed()) is Status.KILLED
+
+
+def test_a_folder_that_resists_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "_REMOVE_SECONDS", 0.05)
+    (tmp_path / "memory/held").mkdir(parents=True)
+    (tmp_path / "pids").mkdir()
+    Group([tmp_path / "memory", tmp_path / "pids"], 1).remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["memory"]
+
+
+def test_a_fork_server_that_gets_no_source_is_ended_and_its_group_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+    removed: list[bool] = []
+
+    class Noted:
+        def take(self, pid: int) -> None:
+            taken.append(pid)
+
+        def remove(self) -> None:
+            removed.append(Path(f"/proc/{taken[0]}").exists())
+
+    monkeypatch.setattr(server, "make_group", lambda memory_mb: Noted())
+    monkeypatch.setattr(server, "_BOOT", "{missing}")
+    with pytest.raises(KeyError, match="missing"):
+        server._spawn(None)
+    assert removed == [False], "the group goes after the process in it"
 
 
 KILLED = """

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import queue
+import random
 import re
 import select
 import signal
@@ -28,7 +30,9 @@ import pytest
 from surefoot.core.errors import ConfigError, DataError
 from surefoot.sandbox import Limits, Profile, Sandbox, SandboxFault, Status, Tier
 from surefoot.sandbox.layout import interpreter
-from surefoot.sandbox.remote import E2B, Docker, Kubernetes, link
+from surefoot.sandbox.remote import E2B, Docker, Kubernetes, link, worker
+from surefoot.sandbox.remote.docker import DockerChannel
+from surefoot.sandbox.remote.kubernetes import PodChannel
 from surefoot.sandbox.remote.libraries import PACKAGES
 from surefoot.sandbox.session import SessionEnded
 
@@ -194,15 +198,18 @@ def test_a_lost_container_fails_what_runs_in_it_and_the_next_run_gets_a_new_one(
     assert len(backend.started) == 2
 
 
-class Scripted(Local):
-    """A container that says it is open, and ``answer`` to the order after that."""
+OPENED = {"tier": "none", "checks": [], "refused": {}}
 
-    def __init__(self, answer: bytes) -> None:
+
+class Scripted(Local):
+    """A container that says it is open, ``opened`` say, and ``answer`` to the order after that."""
+
+    def __init__(self, answer: bytes, opened: Any = None) -> None:
         super().__init__()
-        self._answer = answer
+        self._answer, self._opened = answer, opened or OPENED
 
     def start(self, command: Sequence[str], *, label: str) -> Played:
-        opened = b'{"id": 1, "ok": {"tier": "none", "checks": [], "refused": {}}}\n'
+        opened = json.dumps({"id": 1, "ok": self._opened}).encode() + b"\n"
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(self._answer)
         code = (
@@ -227,6 +234,7 @@ RIGHT = {
         (b"not json\n", "the container is gone: JSONDecodeError"),
         (b'{"id": 2, "ok": []}\n', "an answer from the container is no table"),
         (b'{"id": 2, "error": 5}\n', "an answer that is none"),
+        (b'{"id": 2, "error": ["ConfigError"]}\n', "an answer that is none"),
         (b'{"id": 2, "error": ["KeyError", "made up"]}\n', "made up"),
         ({**RIGHT, "stdout": 5}, "stdout = 5"),
         ({**RIGHT, "status": "fine"}, "status 'fine'"),
@@ -242,6 +250,133 @@ def test_what_a_container_says_is_checked(answer: Any, why: str) -> None:
             await box.run("1")
 
     play(scene, Scripted(line))
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        {**OPENED, "tier": "best"},
+        {**OPENED, "checks": 5},
+        {**OPENED, "checks": [["short"]]},
+        {**OPENED, "checks": [{"name": "x"}]},
+        {**OPENED, "refused": 5},
+        {**OPENED, "refused": ["abc"]},
+    ],
+    ids=str,
+)
+def test_a_probe_that_cannot_be_read_is_a_fault_and_ends_the_container(opened: Any) -> None:
+    backend = Scripted(b"", opened)
+
+    async def scene(box: Sandbox) -> None:
+        raise AssertionError("it must not open")
+
+    with pytest.raises(SandboxFault, match="what was probed in the container cannot be read"):
+        play(scene, backend)
+    assert backend.started[0].process.returncode is not None
+
+
+class Parts:
+    """A channel whose output comes in the parts given; closing fails, as where the daemon has gone."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
+        self._given = [*((1, part) for part in parts), None]
+        self.broken = False
+
+    def send(self, data: bytes) -> None:
+        if self.broken:
+            raise ConnectionError("the daemon has gone")
+        for part in self._given:
+            self._parts.put(part)
+        self._given = []
+
+    def receive(self) -> tuple[int, bytes] | None:
+        return self._parts.get()
+
+    def close(self) -> None:
+        self._parts.put(None)
+        raise RuntimeError("no daemon answers")
+
+
+def test_answers_are_whole_wherever_they_are_cut() -> None:
+    rng = random.Random(0)
+
+    async def scene(parts: Sequence[bytes], number: int) -> list[Any]:
+        one = link.Link(Parts(parts))
+        told = await asyncio.gather(*(one.ask("run", {}, 20) for _ in range(number)))
+        await one.close()
+        return [found["n"] for found in told]
+
+    for _ in range(30):
+        lines = [json.dumps({"id": n, "ok": {"n": n, "x": "y" * rng.randrange(40)}}) for n in (1, 2, 3)]
+        data = "".join(f"{line}\n" for line in lines).encode()
+        cuts = sorted(rng.choices(range(len(data) + 1), k=rng.randrange(8)))
+        parts = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
+        assert asyncio.run(scene(parts, 3)) == [1, 2, 3]
+
+
+def test_a_daemon_that_has_gone_hides_neither_the_fault_nor_the_cancellation() -> None:
+    async def scene() -> None:
+        one = link.Link(Parts([b"not json\n"]))
+        with pytest.raises(SandboxFault, match="the container is gone: JSONDecodeError"):
+            await one.ask("run", {}, 20)
+        await one.close()
+        channel = Parts([])
+        channel._given = []
+        other = link.Link(channel)
+        asked = asyncio.ensure_future(other.ask("run", {}, 20))
+        await asyncio.sleep(0.05)
+        channel.broken = True
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await other.close()
+
+    asyncio.run(scene())
+
+
+def test_a_session_whose_opening_was_cancelled_does_not_stay() -> None:
+    class Opened:
+        closed = False
+
+        async def session(self, **options: Any) -> Opened:
+            return self
+
+        async def fork(self) -> Opened:
+            return Opened()
+
+        async def close(self) -> None:
+            self.closed = True
+
+    async def scene() -> None:
+        ours, theirs = os.pipe()
+        served = worker.Worker(theirs)
+        served._box = kept = Opened()  # type: ignore[assignment]
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+        serving = asyncio.ensure_future(served.serve(lines))
+
+        def say(**order: Any) -> None:
+            lines.put_nowait(json.dumps(order).encode())
+
+        say(op="session", id=1, limits={}, seed=None)
+        say(op="session", id=2, limits={}, seed=None)
+        say(op="fork", id=3, session=1)
+        await _until(lambda: len(served._sessions) == 3 and not served._running)
+        copy: Any = served._sessions[3]
+        say(op="cancel", target=3)  # its answer was on the way when the harness gave up
+        await _until(lambda: copy.closed)
+        assert list(served._sessions) == [1, 2] and not kept.closed
+        say(op="cancel", target=2)
+        say(op="cancel", target=9)
+        await _until(lambda: kept.closed)
+        assert list(served._sessions) == [1]
+        lines.put_nowait(b"")
+        await serving
+        os.close(theirs)
+        with open(ours, "rb") as said:
+            assert sorted(json.loads(line)["id"] for line in said) == [1, 2, 3]
+
+    asyncio.run(scene())
 
 
 def test_an_answer_without_end_ends_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +431,13 @@ def test_settings_that_cannot_hold_elsewhere_are_refused(tmp_path: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             wrong()
+    for cpus in (0.0, -1.0, 0.001, float("nan"), float("inf")):
+        for kind in (Docker, Kubernetes):
+            with pytest.raises(ConfigError, match=rf"{kind.__name__}\.cpus .* got {cpus}"):
+                kind("i", cpus=cpus)
+    for seconds in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match=rf"Kubernetes\.ready_seconds .* got {seconds}"):
+            Kubernetes("i", ready_seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -555,6 +697,7 @@ def test_kubernetes_holds_the_whole_interface(cluster: type[Cluster]) -> None:
     ((name, body),) = cluster.pods.items()
     spec, container = body["spec"], body["spec"]["containers"][0]
     assert cluster.deleted == [(name, "gracePeriodSeconds=0")]
+    assert body["metadata"]["labels"] == {"surefoot": "surefoot-sandbox"}
     assert spec["runtimeClassName"] == "gvisor" and spec["restartPolicy"] == "Never"
     assert spec["automountServiceAccountToken"] is False and spec["activeDeadlineSeconds"] == 86_400
     assert container["stdinOnce"] and container["resources"]["limits"] == {"memory": "512Mi", "cpu": "2.0"}
@@ -572,6 +715,25 @@ def test_a_pod_that_does_not_run_is_deleted_and_says_why(cluster: type[Cluster])
     assert [name for name, _ in cluster.deleted] == list(cluster.pods)
     with pytest.raises(SandboxFault, match=r"refuses a pod in 'forbidden'.*Forbidden"):
         play(scene, Kubernetes("python", namespace="forbidden"))
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_a_channel_lets_its_socket_go_where_the_service_does_not_answer(kind: str) -> None:
+    pytest.importorskip(kind, reason="needs the extra remote")
+    ours, theirs = socket.socketpair()
+
+    class Gone:
+        attach_socket = start = close = lambda self, *_: theirs
+
+        def refuse(self, *_: Any, **options: Any) -> None:
+            raise ConnectionError("nothing answers")
+
+        remove_container = delete_namespaced_pod = refuse
+
+    channel = DockerChannel(Gone(), "c") if kind == "docker" else PodChannel(Gone(), "p", "rl", theirs)
+    with ours, pytest.raises(ConnectionError, match="nothing answers"):
+        channel.close()
+    assert theirs.fileno() == -1
 
 
 def test_without_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -26,19 +26,14 @@ class Group:
     def __init__(self, folders: Sequence[Path], memory: int) -> None:
         self.memory = memory
         self._folders = tuple(folders)
-        self._kills = 0
 
     def take(self, pid: int) -> None:
         """Put a process, and so what it will start, into the group. Raises OSError."""
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
-    def starved(self) -> bool:
-        """Whether the kernel has killed a process of the group for its memory since the last call."""
-        before, self._kills = self._kills, self._count()
-        return self._kills > before
-
-    def _count(self) -> int:
+    def kills(self) -> int:
+        """How many processes of the group the kernel has killed for its memory so far."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 lines = (self._folders[0] / name).read_text().splitlines()
@@ -54,7 +49,7 @@ class Group:
                     folder.rmdir()
                     break
                 if time.monotonic() > deadline:
-                    return
+                    break
                 time.sleep(0.01)
 
 

@@ -116,6 +116,7 @@ class _Execution:
         self._job = job
         self._limits = limits
         self._number = 0
+        self._kills = 0
         self._reports: list[bytes] = []
         self._outputs = Outputs(limits.output_bytes, lambda: self._stop("output"), self._heard)
 
@@ -129,6 +130,7 @@ class _Execution:
                 self._stop("violation")
 
     async def result(self) -> Result:
+        self._kills = memory_kills(self._server)
         inputs = [self._job.payload()]
         try:
             data = self._job.stdin
@@ -159,7 +161,7 @@ class _Execution:
         code = os.waitstatus_to_exitcode(found["status"])
         # The kernel limits by another count than it tells; besides, nobody else sends this signal.
         spent = found["cpu"] >= 0.5 * self._limits.cpu_seconds
-        reason = found["reason"] or killed_for_memory(self._server, code)
+        reason = found["reason"] or killed_for_memory(self._server, code, self._kills)
         status = end_status(reason, code, report, excess=self._outputs.excess, spent=spent)
         value = clean(report[2:]) if status is Status.OK and report[1:2] == b"=" else ""
         return Result(stdout, stderr, code, status, value, found["seconds"], self._outputs.excess)
@@ -168,10 +170,17 @@ class _Execution:
         self._outputs.close()
 
 
-def killed_for_memory(server: Server, code: int) -> str:
-    """'memory' where the kernel has just killed for memory in the group and this died so, else ''."""
-    starved = code == -signal.SIGKILL and server.group is not None and server.group.starved()
-    return "memory" if starved else ""
+def memory_kills(server: Server) -> int:
+    """How often the kernel has killed for memory in the server's group so far; 0 without a group."""
+    return server.group.kills() if server.group is not None else 0
+
+
+def killed_for_memory(server: Server, code: int, before: int) -> str:
+    """'memory' where this died as by the kernel, which has killed for memory since ``before``, else ''.
+
+    ``before``: what :func:`memory_kills` gave when this began.
+    """
+    return "memory" if code == -signal.SIGKILL and memory_kills(server) > before else ""
 
 
 def end_status(reason: str, code: int, report: bytes, *, excess: bool, spent: bool) -> Status:

@@ -180,6 +180,8 @@ def _spawn(total_memory_mb: int | None) -> tuple[subprocess.Popen[bytes], socket
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Its end is seen even when another process holds a copy of the socket.
     parent = os.pidfd_open(os.getpid())
+    process: subprocess.Popen[bytes] | None = None
+    group: Group | None = None
     try:
         for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             ours.setsockopt(socket.SOL_SOCKET, kind, 1 << 20)
@@ -199,6 +201,11 @@ def _spawn(total_memory_mb: int | None) -> tuple[subprocess.Popen[bytes], socket
             stdin.write(boot.encode())
     except BaseException:
         ours.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+        if group is not None:
+            group.remove()
         raise
     finally:
         theirs.close()

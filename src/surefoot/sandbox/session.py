@@ -17,7 +17,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
 from surefoot.core.errors import ConfigError, DataError, SurefootError
-from surefoot.sandbox.execution import MOST_REPORT, Job, Outputs, end_status, killed_for_memory
+from surefoot.sandbox.execution import (
+    MOST_REPORT,
+    Job,
+    Outputs,
+    end_status,
+    killed_for_memory,
+    memory_kills,
+)
 from surefoot.sandbox.io import elsewhere
 from surefoot.sandbox.server import Server
 from surefoot.sandbox.text import clean
@@ -196,6 +203,7 @@ class _Seat:
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._excess = asyncio.Event()
         self._violated = False
+        self._kills = 0
         self.outputs = Outputs(tree.limits.output_bytes, self._excess.set, self._report)
 
     @property
@@ -237,6 +245,7 @@ class _Seat:
 
     async def turn(self, job: Job, seconds: float) -> Result:
         async with self._lock:
+            self._kills = memory_kills(self.tree.server)
             if not self.alive:
                 return await self._dead(0.0, Status.KILLED)
             for collector in (self.outputs.stdout, self.outputs.stderr):
@@ -313,7 +322,7 @@ class _Seat:
         excess = self.outputs.excess
         code = -signal.SIGKILL if self.code is None else self.code
         status = Status.KILLED
-        reason = reason or killed_for_memory(self.tree.server, code)
+        reason = reason or killed_for_memory(self.tree.server, code, self._kills)
         if stopped is not Status.KILLED:
             status = stopped
         elif reason or code < 0:

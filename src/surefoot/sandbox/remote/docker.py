@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,8 @@ from typing import Any
 
 from surefoot.core.errors import ConfigError
 from surefoot.sandbox.remote.libraries import library
+from surefoot.sandbox.remote.link import CAPABILITIES
 from surefoot.sandbox.types import SandboxFault
-
-# What the fork server's tier `uid` needs of root: users of its own for executions, and their files.
-_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,8 @@ class Docker:
         for name in ("memory_mb", "processes", "disk_mb"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"Docker.{name} must be at least 1, got {getattr(self, name)}")
+        if self.cpus is not None and not 0.01 <= self.cpus < math.inf:
+            raise ConfigError(f"Docker.cpus must be at least 0.01, or None for no bound, got {self.cpus}")
         if not self.image:
             raise ConfigError("Docker.image is empty; name an image with Python 3.11 or newer")
 
@@ -81,7 +82,7 @@ class Docker:
             read_only=True,
             tmpfs={"/tmp": f"rw,exec,nosuid,nodev,size={self.disk_mb}m,mode=1777"},
             cap_drop=["ALL"],
-            cap_add=_CAPABILITIES,
+            cap_add=list(CAPABILITIES),
             security_opt=["no-new-privileges", *self.security],
             **more,
         )
@@ -92,7 +93,6 @@ class DockerChannel:
 
     def __init__(self, api: Any, container: str) -> None:
         self._api, self._container = api, container
-        self._closed = False
         try:
             params = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             self._attached = api.attach_socket(container, params)
@@ -116,14 +116,13 @@ class DockerChannel:
 
     def close(self) -> None:
         """Remove the container by force."""
-        if self._closed:
-            return
-        self._closed = True
         if hasattr(self, "_socket"):
             with contextlib.suppress(OSError):  # it is closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(library("docker").errors.APIError):  # it ended and the daemon removed it
-            self._api.remove_container(self._container, force=True, v=True)
-        if hasattr(self, "_attached"):
-            self._attached.close()
-        self._api.close()
+        try:
+            with contextlib.suppress(library("docker").errors.APIError):  # it ended and the daemon removed it
+                self._api.remove_container(self._container, force=True, v=True)
+        finally:
+            if hasattr(self, "_attached"):
+                self._attached.close()
+            self._api.close()

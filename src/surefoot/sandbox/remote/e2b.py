@@ -55,7 +55,8 @@ class E2B:
                 retain_output=False,
             )
         except Exception as error:
-            machine.kill()
+            with contextlib.suppress(Exception):  # why it cannot be used says more
+                machine.kill()
             raise SandboxFault(f"E2B cannot start the worker: {error}") from error
         return E2BChannel(machine, handle)
 
@@ -66,7 +67,6 @@ class E2BChannel:
     def __init__(self, machine: Any, handle: Any) -> None:
         self._machine, self._handle = machine, handle
         self._events: Iterator[tuple[str | None, str | None, Any]] = iter(handle)
-        self._closed = False
 
     def send(self, data: bytes) -> None:
         """Write all of ``data``, which is ASCII, in parts."""
@@ -85,8 +85,4 @@ class E2BChannel:
 
     def close(self) -> None:
         """End the machine."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(Exception):  # it is gone, or the service is; it ends by its lifetime
-            self._machine.kill()
+        self._machine.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from surefoot.core.errors import ConfigError
 from surefoot.sandbox.remote.libraries import library
+from surefoot.sandbox.remote.link import CAPABILITIES
 from surefoot.sandbox.types import SandboxFault
 
 _STDIN = 0
@@ -43,6 +45,10 @@ class Kubernetes:
         for name in ("memory_mb", "disk_mb", "lifetime"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"Kubernetes.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0.01 <= self.cpus < math.inf:
+            raise ConfigError(f"Kubernetes.cpus must be at least 0.01, got {self.cpus}")
+        if not self.ready_seconds > 0:
+            raise ConfigError(f"Kubernetes.ready_seconds must be more than 0, got {self.ready_seconds}")
         if not self.image:
             raise ConfigError("Kubernetes.image is empty; name an image with Python 3.11 or newer")
 
@@ -64,7 +70,8 @@ class Kubernetes:
                 stdin=True, stdout=True, stderr=False, tty=False, _preload_content=False,
             )  # fmt: skip
         except Exception as error:
-            api.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
+            with contextlib.suppress(Exception):  # why it cannot be used says more
+                api.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
             if isinstance(error, SandboxFault):
                 raise
             raise SandboxFault(f"pod {name} cannot be attached to: {error}") from error
@@ -96,7 +103,7 @@ class Kubernetes:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {
                     "drop": ["ALL"],
-                    "add": ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"],
+                    "add": list(CAPABILITIES),
                 },
             },
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
@@ -115,7 +122,7 @@ class Kubernetes:
         return {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": name, "labels": {"app": label}},
+            "metadata": {"name": name, "labels": {"surefoot": label}},
             "spec": spec,
         }
 
@@ -164,9 +171,9 @@ class PodChannel:
 
     def close(self) -> None:
         """Delete the pod at once."""
-        if self._closed:
-            return
         self._closed = True
-        with contextlib.suppress(library("kubernetes", "client").exceptions.ApiException):  # it is gone
-            self._api.delete_namespaced_pod(self._name, self._namespace, grace_period_seconds=0)
-        self._socket.close()
+        try:
+            with contextlib.suppress(library("kubernetes", "client").exceptions.ApiException):  # it is gone
+                self._api.delete_namespaced_pod(self._name, self._namespace, grace_period_seconds=0)
+        finally:
+            self._socket.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -27,6 +28,8 @@ LATE_SECONDS = 30.0
 _OPEN_SECONDS = 300.0
 _MOST_LINE = 256 << 20
 _KEPT_STDERR = 2000
+# What the fork server's tier `uid` needs of root: users of its own for executions, and their files.
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 _MODULES = ("surefoot/__init__.py", "surefoot/core/__init__.py", "surefoot/core/errors.py")
 # The worker's source is the first line of stdin: the image needs a Python and no more.
 BOOT = (
@@ -52,7 +55,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """End the container and everything in it; a ``receive`` that waits returns or raises. Repeatable."""
+        """End the container and everything in it; a ``receive`` that waits returns or raises."""
         ...
 
 
@@ -96,11 +99,10 @@ class Link:
             await link.send(shipped() + b"\n")
             shown = {key: value for key, value in asdict(profile).items() if key != "tree"}
             order = {"profile": shown, "limits": asdict(limits), "tier": tier, "concurrency": concurrency}
-            found = await link.ask("open", order, _OPEN_SECONDS)
+            return link, _probe(await link.ask("open", order, _OPEN_SECONDS))
         except BaseException:
             await link.close()
             raise
-        return link, _probe(found)
 
     # ---- orders
 
@@ -124,7 +126,8 @@ class Link:
             raise SandboxFault(f"the container is gone: {self._why}") from error
         except asyncio.CancelledError:
             if not self.lost:
-                await self.send(json.dumps({"op": "cancel", "target": number}).encode() + b"\n")
+                with contextlib.suppress(SandboxFault):  # with the container, the order is gone too
+                    await self.send(json.dumps({"op": "cancel", "target": number}).encode() + b"\n")
             raise
         finally:
             self._waiting.pop(number, None)
@@ -153,11 +156,11 @@ class Link:
                 line += part[1]
                 if len(line) > _MOST_LINE:
                     raise DataError(f"an answer of more than {_MOST_LINE} bytes")
-                *whole, rest = bytes(line).split(b"\n") if b"\n" in part[1] else [bytes(line)]
+                if b"\n" not in part[1]:
+                    continue
+                *whole, line = line.split(b"\n")
                 for one in whole:
                     self._loop.call_soon_threadsafe(self._heard, json.loads(one))
-                if whole:
-                    line = bytearray(rest)
         except Exception as error:  # of the library, or an answer that is none
             why = f"{type(error).__name__}: {error}"
         self._loop.call_soon_threadsafe(self._lose, why)
@@ -177,7 +180,11 @@ class Link:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxFault(f"the container is gone: {self._why}"))
-        self._ending = self._loop.run_in_executor(None, self._channel.close)
+        self._ending = self._loop.run_in_executor(None, self._end)
+
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):  # the container is gone, or who holds it is
+            self._channel.close()
 
     async def close(self) -> None:
         """End the container, and wait until it is gone."""
@@ -227,15 +234,18 @@ def result_of(found: Mapping[str, Any], limits: Limits) -> Result:
 
 
 def _probe(found: Mapping[str, Any]) -> Probe:
-    checks = tuple(Check(str(c[0]), c[1] is True, str(c[2])) for c in found.get("checks", []))
-    return Probe(Tier.REMOTE, checks, dict(found.get("refused", {})), inside=Tier(_typed(found, "tier", str)))
+    try:
+        checks = tuple(Check(str(c[0]), c[1] is True, str(c[2])) for c in found.get("checks", []))
+        refused, inside = dict(found.get("refused", {})), Tier(_typed(found, "tier", str))
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise SandboxFault(f"what was probed in the container cannot be read: {error!r}"[:300]) from error
+    return Probe(Tier.REMOTE, checks, refused, inside=inside)
 
 
 def _error(told: Any) -> SurefootError:
     kinds = {kind.__name__: kind for kind in (ConfigError, DataError, SessionEnded, SandboxFault)}
-    name, text = (
-        (str(part) for part in told[:2]) if isinstance(told, list) else ("", "an answer that is none")
-    )  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    parts = [str(part) for part in cast("list[Any]", told)] if isinstance(told, list) else []
+    name, text = parts if len(parts) == 2 else ("", "an answer that is none")
     return kinds.get(name, SandboxFault)(text)
 
 

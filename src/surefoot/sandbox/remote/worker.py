@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any
@@ -39,7 +40,7 @@ class Worker:
         self._box: Sandbox | None = None
         self._sessions: dict[int, Session] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._writing = threading.Lock()
+        self._writer = ThreadPoolExecutor(1)
 
     async def serve(self, lines: asyncio.Queue[bytes]) -> None:
         """Until an empty line, which stands for the end of stdin."""
@@ -47,14 +48,22 @@ class Worker:
             while line := await lines.get():
                 order = json.loads(line)
                 if order["op"] == "cancel":
-                    if order["target"] in self._running:
-                        self._running[order["target"]].cancel()
-                    continue
-                task = asyncio.ensure_future(self._answer(order))
-                self._running[order["id"]] = task
-                task.add_done_callback(lambda _, number=order["id"]: self._running.pop(number, None))
+                    self._track(-order["target"], self._cancel(order["target"]))
+                else:
+                    self._track(order["id"], self._answer(order))
             for task in list(self._running.values()):
                 task.cancel()
+
+    def _track(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        self._running[number] = task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self._running.pop(number, None))
+
+    async def _cancel(self, target: int) -> None:
+        """End an order, and the session that it has started: nobody knows its number."""
+        if target in self._running:
+            self._running[target].cancel()
+            await asyncio.wait([self._running[target]])
+        await self.do_close({"session": target})
 
     async def _answer(self, order: Order) -> None:
         try:
@@ -64,13 +73,13 @@ class Worker:
         except Exception as error:  # whatever it is, the harness must hear of it and not wait
             reply = {"error": [SandboxFault.__name__, f"{type(error).__name__}: {error}"]}
         # From this one thread only, whole lines: a blocked pipe holds the answers and not the deadlines.
-        await asyncio.to_thread(self._write, json.dumps({"id": order["id"], **reply}).encode() + b"\n")
+        line = json.dumps({"id": order["id"], **reply}).encode() + b"\n"
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._write, line)
 
     def _write(self, line: bytes) -> None:
-        with self._writing:
-            view = memoryview(line)
-            while view:
-                view = view[os.write(self._out, view) :]
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._out, view) :]
 
     def _open_box(self) -> Sandbox:
         if self._box is None:
