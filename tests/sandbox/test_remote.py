@@ -29,6 +29,7 @@ import pytest
 
 from surefoot.core.errors import ConfigError, DataError
 from surefoot.sandbox import Limits, Profile, Sandbox, SandboxFault, Status, Tier
+from surefoot.sandbox.io import elsewhere
 from surefoot.sandbox.layout import interpreter
 from surefoot.sandbox.remote import E2B, Docker, Kubernetes, link, worker
 from surefoot.sandbox.remote.docker import DockerChannel
@@ -312,7 +313,7 @@ def test_answers_are_whole_wherever_they_are_cut() -> None:
         data = "".join(f"{line}\n" for line in lines).encode()
         cuts = sorted(rng.choices(range(len(data) + 1), k=rng.randrange(8)))
         parts = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
-        assert asyncio.run(scene(parts, 3)) == [1, 2, 3]
+        assert asyncio.run(elsewhere(scene(parts, 3))) == [1, 2, 3]
 
 
 def test_a_daemon_that_has_gone_hides_neither_the_fault_nor_the_cancellation() -> None:
@@ -332,7 +333,7 @@ def test_a_daemon_that_has_gone_hides_neither_the_fault_nor_the_cancellation() -
             await asked
         await other.close()
 
-    asyncio.run(scene())
+    asyncio.run(elsewhere(scene()))
 
 
 def test_a_session_whose_opening_was_cancelled_does_not_stay() -> None:
