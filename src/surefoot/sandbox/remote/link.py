@@ -167,7 +167,7 @@ class Link:
 
     def _heard(self, answer: Any) -> None:
         number = answer.get("id") if isinstance(answer, dict) else None  # pyright: ignore[reportUnknownVariableType]
-        future = self._waiting.get(cast("int", number))
+        future = self._waiting.get(number) if isinstance(number, int) else None
         if future is not None and not future.done():
             future.set_result(cast("dict[str, Any]", answer))
 

@@ -98,7 +98,10 @@ class _RemoteSeat:
 
     async def read_file(self, path: str, most: int) -> bytes:
         found = await self._ask("read", {"path": path, "most": most}, 2 * LATE_SECONDS)
-        content = base64.b64decode(str(found.get("content")))
+        try:
+            content = base64.b64decode(str(found.get("content")), validate=True)
+        except ValueError as error:
+            raise SandboxFault(f"a file from the container is not base64: {error}") from error
         if len(content) > most:
             raise SandboxFault(f"a file from the container holds more than {most} bytes")
         return content
