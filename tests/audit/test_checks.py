@@ -510,3 +510,15 @@ def test_foreign_scripts_differ_from_the_text_and_leave_out_what_they_cannot_cha
         "fullwidth_digits": "Answer: １２", "arabic_digits": "Answer: ١٢", "cyrillic_letters": "Аnswеr: 12"
     }  # fmt: skip
     assert foreign_script("!") == {}
+
+
+class CallsWhatIsNotThere(Sound):
+    @classmethod
+    def oracle(cls, task: Task) -> Sequence[Action] | None:
+        return (call("revers", text=str(task.reference)[::-1]), answer(f"Answer: {task.reference}"))
+
+
+def test_an_oracle_that_calls_no_real_tool_fails_though_it_is_paid() -> None:
+    found = item(environment(CallsWhatIsNotThere), "oracle")
+    assert found.ok is False
+    assert "calls 'revers', which is no tool; did you mean 'reverse'?" in found.detail

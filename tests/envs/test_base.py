@@ -201,3 +201,8 @@ def test_loading_finds_built_ins_and_files_and_says_what_is_wrong(tmp_path: Any)
     file.write_text(head + variants)
     assert load_environment(str(file)).name == "m"
     assert issubclass(load_environment(f"{file}:Mine"), Environment)
+
+
+def test_a_variant_of_an_unknown_axis_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Variant.axis = 'rul'; did you mean 'rule'"):
+        Variant("renamed", "rul")  # type: ignore[arg-type]

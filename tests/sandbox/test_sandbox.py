@@ -277,7 +277,7 @@ def test_runs_leave_no_descriptor_open(box: Held) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for code in ("1", "1 / 0", "import os\nos.abort()", "print('x' * 100000)"):
         box.run(code)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # others may end meanwhile
 
 
 def test_a_lost_fork_server_fails_what_ran_and_is_replaced() -> None:

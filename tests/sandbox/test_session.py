@@ -294,7 +294,7 @@ def test_sessions_leave_no_descriptor_open(box: Held) -> None:
     within(box, scenario)
     before = len(os.listdir("/proc/self/fd"))
     within(box, scenario)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # others may end meanwhile
 
 
 @pytest.mark.slow

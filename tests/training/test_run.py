@@ -265,6 +265,15 @@ def test_a_budget_stops_cleanly_with_what_there_is(tmp_path: Path) -> None:
     assert any(e["kind"] == "budget_reached" for e in read_json_lines(tmp_path / "small/events.jsonl"))
 
 
+def test_a_treatment_that_never_took_a_step_says_so(tmp_path: Path) -> None:
+    constant = tmp_path / "constant.py"
+    constant.write_text(TINY.read_text().replace("float(len(episode.model_text) % 2 == 0)", "1.0"))
+    settings = (f'environment.name="{constant}"', "stage.rl.steps=1", "controls.arms=[]")
+    result = start_run(config(*settings, "audit.override.return='constant'"), tmp_path / "run")
+    assert result.verdict is not None
+    assert any("no update in 1 steps of the treatment" in note for note in result.verdict["notes"])
+
+
 def test_a_raised_budget_lets_the_run_go_on_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     assert start_run(config("budget.tokens=600"), out).stopped

@@ -127,7 +127,7 @@ def trained(privileged: str, *, rounds: int) -> tuple[TurnCritic, list[Group]]:
     config = parse_config(RECIPE.format(path=TINY), source="test")
     beside = Beside(row, learner, config, teacher=None, steps=rounds)
     groups = hidden_groups(codec)
-    session: Any = SimpleNamespace(cls=Hidden, codec=codec)
+    session: Any = SimpleNamespace(cls=Hidden, codec=codec, loaded=loaded)
     critic = TurnCritic(session, row.settings, beside, {g.task.id: g.task for g in groups})
     batch = read_batch(groups, arm="treatment", seed=0, won=lambda t: t.value)
     for _ in range(rounds):

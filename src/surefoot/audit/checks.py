@@ -24,7 +24,7 @@ from surefoot.audit.exploits import (
 )
 from surefoot.audit.play import Played, Policy, record
 from surefoot.core.deadlines import WorkerPool
-from surefoot.core.errors import ConfigError, DataError, EnvironmentFault
+from surefoot.core.errors import ConfigError, DataError, EnvironmentFault, nearest
 from surefoot.core.types import SPLITS, Action, Scored, Split, Task, Unscored
 from surefoot.envs.base import Environment
 from surefoot.rewards.base import Episode, Reward
@@ -254,7 +254,12 @@ class _EnvironmentCheck(_Check):
                     lacking.append(variant)
                     continue
                 played += 1
-                episode = (await self.played(task, actions)).episode
+                found = await self.played(task, actions)
+                episode, names = found.episode, [tool.name for tool in found.tools]
+                for call in (call for action in actions for call in action.tool_calls):
+                    if call.name not in names:
+                        missing = f"task {task.id}: the oracle calls {call.name!r}, which is no tool"
+                        return False, f"{missing}; {nearest(call.name, names)}"
                 value = await self.value(reward, episode)
                 if not _reaches(reward, value):
                     return False, f"task {task.id}: the oracle gets {_show(value)}, stop {episode.stop.value}"

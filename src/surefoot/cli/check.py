@@ -56,7 +56,13 @@ def _rewards(target: str, env: str | None) -> tuple[type[Environment], Sequence[
     from surefoot.envs.loading import load_environment
     from surefoot.rewards.base import Reward
 
-    cls = load_environment(env or target)
+    try:
+        cls = load_environment(env or target)
+    except ConfigError as error:
+        if env is not None:
+            raise
+        own = "a reward of your own is checked by: surefoot check reward FILE:NAME --env ENVIRONMENT"
+        raise ConfigError(f"{error}\n{own}") from error
     if env is None:
         if not cls.rewards:
             raise ConfigError(f"environment {target!r} has no rewards; name one with --env {target}")
@@ -66,7 +72,7 @@ def _rewards(target: str, env: str | None) -> tuple[type[Environment], Sequence[
         return cls, [own[target]]
     if ":" not in target:
         raise ConfigError(
-            f"environment {env!r} has no reward {target!r}; {nearest(target, own)} (your own: module:name)"
+            f"environment {env!r} has no reward {target!r}; {nearest(target, own)} (your own: FILE:NAME)"
         )
     found = load_target(target)[1]
     if not isinstance(found, Reward):

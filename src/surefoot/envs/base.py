@@ -10,7 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from surefoot.core.errors import ConfigError, EnvironmentFault, nearest
 from surefoot.core.seeds import derive, digest
@@ -32,6 +32,11 @@ class Variant:
 
     description: str
     axis: Axis = "base"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an axis that does not exist."""
+        if self.axis not in get_args(Axis):
+            raise ConfigError(f"Variant.axis = {self.axis!r}; {nearest(self.axis, get_args(Axis))}")
 
 
 @dataclass(frozen=True, slots=True)

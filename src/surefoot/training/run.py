@@ -377,9 +377,20 @@ class _Run:
             level=self.config.evaluation.level,
             required_controls=self.config.arms or ("permuted",),
         )
-        record = {**verdict.to_json(), "stopped": stopped}
+        judged = verdict.to_json()
+        record = {**judged, "notes": [*judged["notes"], *self._idle()], "stopped": stopped}
         files.write_atomic(self.run.verdict, json.dumps(record, indent=1))
         return record
+
+    def _idle(self) -> list[str]:
+        """What a reader must know of a treatment that learned nothing because it never took a step."""
+        lines = files.read_json_lines(self.run.metrics)
+        steps = [line["stepped"] for line in lines if line["arm"] == TREATMENT and "stepped" in line]
+        if not steps or any(steps):
+            return []
+        return [
+            f"no update in {len(steps)} steps of the treatment: no group of episodes differed in its returns"
+        ]
 
     def _evaluation(self, policy: str) -> dict[str, Any] | None:
         path = self.run.evaluation_of(policy)
