@@ -109,7 +109,9 @@ def _package(seed: int, modules: int, other_words: bool) -> _Package:
             right, place = _module(own, steps, {}), path
     where = {name: f"{package}.{paths[i // 2].split('/')[1][:-3]}" for i, name in enumerate(names)}
     tests, nodes = _tests(rng, steps, wrong, target, sibling, where)
-    told = next(v for v in (draw_list(rng) for _ in iter(int, 1)) if _differs(steps[target], wrong, v))
+    told = draw_list(rng)
+    while not _differs(steps[target], wrong, told):
+        told = draw_list(rng)
     return _Package(
         files=files,
         path=place,

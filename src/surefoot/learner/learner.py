@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.errors import ConfigError
-from surefoot.core.types import Sampling
+from surefoot.core.types import Int32, Sampling
 from surefoot.learner.batch import Example, Float64, TokenBatch, global_weights, split_micro_batches
 from surefoot.objectives.policy_gradient import Aggregate
 from surefoot.policy.forward import head_of, hidden_states, selected_logprobs
@@ -79,6 +79,13 @@ class TokenScores:
     packed: int
 
 
+def packed_states(model: nn.Module, sequences: Sequence[Int32]) -> tuple[Trie, Tensor]:
+    """(the packed int32[N_i] sequences, final hidden states float32[N, d] of their tokens)."""
+    trie = build_trie(sequences)
+    tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
+    return trie, hidden_states(model, tokens, positions, TrieAttention(trie))
+
+
 def score_tokens(
     model: nn.Module,
     examples: Sequence[Example],
@@ -92,13 +99,11 @@ def score_tokens(
     The value of a token is read from the state before it: what the policy knew when it sampled it.
     """
     pairs = [pair for example in examples for pair in example.segments]
-    trie = build_trie([tokens for tokens, _ in pairs])
+    trie, hidden = packed_states(model, [tokens for tokens, _ in pairs])
     wanted = np.concatenate([p[mask] for p, (_, mask) in zip(trie.places, pairs, strict=True)])
     unique, back = np.unique(wanted, return_inverse=True)
-    tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
-    hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
     rows = hidden.index_select(0, torch.from_numpy(trie.before[unique]))
-    targets, index = tokens[torch.from_numpy(unique)], torch.from_numpy(back)
+    targets, index = torch.from_numpy(trie.tokens[unique]), torch.from_numpy(back)
     logp, entropy = selected_logprobs(rows, head_of(model), targets, sampling, chunk=chunk)
     # The critic reads the trunk and does not bend it: regression must not cost the policy.
     values = None if value_head is None else value_head(rows.detach())[:, 0].index_select(0, index)
@@ -173,10 +178,8 @@ def _frozen_hidden(
     """By micro-batch: the example of each segment, the packed segments, and their hidden states."""
     for rows in split_micro_batches(examples, tokens_per_batch):
         owners = [i for i in rows for _ in examples[i].segments]
-        trie = build_trie([tokens for i in rows for tokens, _ in examples[i].segments])
-        tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
         with torch.no_grad():
-            hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
+            trie, hidden = packed_states(model, [tokens for i in rows for tokens, _ in examples[i].segments])
         yield owners, trie, hidden
 
 

@@ -16,16 +16,12 @@ from torch import Tensor, nn
 from surefoot.core.errors import DataError
 from surefoot.core.types import Int32
 from surefoot.learner.batch import Float64, split_by_tokens
-from surefoot.learner.learner import Learner, UpdateReport
-from surefoot.policy.forward import hidden_states
-from surefoot.policy.trie import TrieAttention, build_trie
+from surefoot.learner.learner import Learner, UpdateReport, packed_states
 
 
 def score_batch(model: nn.Module, conversations: Sequence[Int32]) -> tuple[Tensor, int]:
     """(float32[n] with gradient, packed tokens) of one packed pass over int32[N_i] conversations."""
-    trie = build_trie(list(conversations))
-    tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
-    hidden = hidden_states(model, tokens, positions, TrieAttention(trie))
+    trie, hidden = packed_states(model, conversations)
     last = torch.tensor([int(place[-1]) for place in trie.places])
     head = cast("nn.Linear", model.score)
     return head(hidden.index_select(0, last))[:, 0], len(trie)

@@ -118,10 +118,15 @@ def follow(
     return learner.update(shifted, linear_loss, sampling=sampling)
 
 
-def split(flat: Tensor, examples: Sequence[Example]) -> list[Float64]:
-    """float64[M] over all examples -> one array for each."""
+def flat(parts: Sequence[Float64]) -> Tensor:
+    """One array for each example -> float64[M] over all of them."""
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def split(tokens: Tensor, examples: Sequence[Example]) -> list[Float64]:
+    """The inverse of :func:`flat`: float64[M] over all examples -> one array for each."""
     ends = np.cumsum([example.trained for example in examples])[:-1]
-    return [np.asarray(part) for part in np.split(flat.double().numpy(), ends)]
+    return [np.asarray(part) for part in np.split(tokens.double().numpy(), ends)]
 
 
 def _twin(learner: Learner, lr: float, clip_norm: float, updates: int) -> Learner:

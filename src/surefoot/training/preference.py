@@ -29,7 +29,7 @@ from surefoot.objectives.preference import (
 )
 from surefoot.training.algorithms import Algorithm, Settings
 from surefoot.training.arms import TREATMENT, arm_of
-from surefoot.training.companions import Beside, follow, split
+from surefoot.training.companions import Beside, flat, follow, split
 from surefoot.training.config import PreferenceStage
 from surefoot.training.metrics import StepResult, common, nothing
 from surefoot.training.ranking import PairSource
@@ -61,7 +61,7 @@ class PairUpdate:
         examples = [everyone[row] for row in numbers]
         chosen = torch.tensor([place[a] for a, _ in pairs])
         rejected = torch.tensor([place[b] for _, b in pairs])
-        logp = _flat(self.learner.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
+        logp = flat(self.learner.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
         reference = self._reference(examples)
         if self.loss.paired:
             part = self.loss(self._pairs(examples, logp, reference, chosen, rejected))
@@ -73,7 +73,7 @@ class PairUpdate:
         """Of every token: float64[M]."""
         if not self.loss.reference:
             return None
-        return _flat(self.beside.scores(self.beside.reference, examples, _PLAIN))
+        return flat(self.beside.scores(self.beside.reference, examples, _PLAIN))
 
     def _pairs(
         self,
@@ -170,10 +170,6 @@ def mismatched(examples: Sequence[Example]) -> list[Example]:
 def _opening(example: Example) -> np.ndarray[Any, np.dtype[np.int32]]:
     tokens, mask = example.segments[0]
     return tokens[: int(np.argmax(mask))] if mask.any() else tokens
-
-
-def _flat(parts: Sequence[Float64]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def _sums(parts: Sequence[Float64]) -> Tensor:

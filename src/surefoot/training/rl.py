@@ -24,7 +24,7 @@ from surefoot.objectives import icepop, truncated_importance
 from surefoot.objectives.entropy import AdaptiveCoefficient, clip_cov, kl_cov
 from surefoot.training.algorithms import Algorithm, Credited
 from surefoot.training.arms import TREATMENT, arm_of, as_trained
-from surefoot.training.companions import Beside, cut_values, split
+from surefoot.training.companions import Beside, cut_values, flat, split
 from surefoot.training.config import RlStage
 from surefoot.training.losses import RlLoss
 from surefoot.training.metrics import StepResult, common, mean, merge, merge_pairs, nothing
@@ -308,16 +308,16 @@ class RlTraining:
                 batch = replace(batch, returns=np.where(batch.valid, batch.returns + total, 0.0))
         given = credit_input(batch, extra.pop("penalty", None))
         if "critic" in self.row.needs:
-            extra["values"] = _flat(learner.frozen_scores(examples, sampling)[1])
+            extra["values"] = flat(learner.frozen_scores(examples, sampling)[1])
         if settings.get("bootstrap") == "value":
             extra["cut"] = self._cut(batch, examples, learner)
         if self.beside.implicit is not None:
             scores = self.beside.implicit.frozen_scores(examples, sampling)[0]
             behaviour = np.concatenate([e.behaviour for e in examples])
-            extra["log_ratio"] = _flat(scores) - torch.from_numpy(behaviour.astype(np.float64))
+            extra["log_ratio"] = flat(scores) - torch.from_numpy(behaviour.astype(np.float64))
             extra["learned"] = self.beside.implicit.updates > 0
         if self.beside.teacher is not None:
-            extra["teacher"] = _flat(self.beside.scores(self.beside.teacher, examples, sampling))
+            extra["teacher"] = flat(self.beside.scores(self.beside.teacher, examples, sampling))
         given = replace(given, **extra)
         if "utterance_critic" in self.row.needs:
             given = replace(given, values=self._utterance_values(given, examples, seed))
@@ -499,17 +499,21 @@ class RlTraining:
     def _learn_pairs(self, batch: Batch, learner: Learner, seed: int) -> tuple[list[Float64], dict[str, Any]]:
         """Preference updates on pairs ranked inside each group, ``updates_per_step`` of them."""
         ranked = rank_pairs(batch, limit=int(self.row.settings["pairs"]), seed=seed)
-        pairs = np.array(list(zip(*ranked, strict=True)), np.int64).reshape(-1, 2)
         examples = [example_of(t) for t in batch.trajectories]
-        update = PairUpdate(self.row.preference, self.row.loss_settings, self.beside, learner)
         advantages = [np.zeros(n) for n in batch.lengths]
-        found: list[dict[str, Any]] = []
-        for part in np.array_split(pairs, self.stage.updates_per_step):
-            own, metrics = update.step(examples, [(int(a), int(b)) for a, b in part])
-            found.append(metrics)
+        updates = self._on_pairs(examples, list(zip(*ranked, strict=True)), learner)
+        for own, _ in updates:
             for row, value in own.items():
                 advantages[row] += value
-        return advantages, merge_pairs(found)
+        return advantages, merge_pairs([metrics for _, metrics in updates])
+
+    def _on_pairs(
+        self, examples: Sequence[Example], pairs: Sequence[tuple[int, int]], learner: Learner
+    ) -> list[tuple[dict[int, Float64], dict[str, Any]]]:
+        """``updates_per_step`` updates, each on its share of the pairs, with what each returned."""
+        update = PairUpdate(self.row.preference, self.row.loss_settings, self.beside, learner)
+        shares = np.array_split(np.arange(len(pairs)), self.stage.updates_per_step)
+        return [update.step(examples, [pairs[i] for i in own]) for own in shares]
 
     def _learn_turns(
         self, index: int, groups: Sequence[Group], batch: Batch, learner: Learner
@@ -535,10 +539,8 @@ class RlTraining:
         ranked = critic.rank(unit, own, seed=seed)
         for row, t, played in zip(rows, own.trajectories, ranked.played, strict=True):
             advantages[row] = np.repeat(played, [turn.stop - turn.start for turn in t.turns])
-        update = PairUpdate(self.row.preference, self.row.loss_settings, self.beside, learner)
-        parts = np.array_split(np.array(ranked.pairs, np.int64).reshape(-1, 2), self.stage.updates_per_step)
-        found = [update.step(ranked.examples, [(int(a), int(b)) for a, b in part])[1] for part in parts]
-        used = {**merge_pairs(found), "candidates": len(ranked.examples)}
+        updates = self._on_pairs(ranked.examples, ranked.pairs, learner)
+        used = {**merge_pairs([found for _, found in updates]), "candidates": len(ranked.examples)}
         return advantages, {**metrics, **used, **_credit_metrics(advantages, batch)}
 
     # records --------------------------------------------------------------------------------------
@@ -595,10 +597,6 @@ class RlTraining:
 def _live(group: Group) -> bool:
     """Two of its scored returns differ."""
     return len({t.value for t in group.trajectories if t.value is not None}) > 1
-
-
-def _flat(parts: Sequence[Float64]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts))
 
 
 def _agreement(worst: float) -> float:

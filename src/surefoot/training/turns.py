@@ -21,7 +21,7 @@ from surefoot.learner.batch import Example, Float64
 from surefoot.learner.learner import Learner
 from surefoot.objectives.preference import pairs_by_score
 from surefoot.training.algorithms import Settings
-from surefoot.training.companions import Beside, follow, split
+from surefoot.training.companions import Beside, flat, follow, split
 from surefoot.training.session import Session, Unit
 from surefoot.training.signal import Batch, credit_input, example_of
 
@@ -78,10 +78,10 @@ class TurnCritic:
         """
         examples = [self._informed(example_of(t), t.task_id) for t in batch.trajectories]
         given = credit_input(batch)
-        reference = _flat(self.beside.scores(self.beside.reference, examples, _PLAIN))
+        reference = flat(self.beside.scores(self.beside.reference, examples, _PLAIN))
         found: dict[str, Any] = {}
         for _ in range(int(self.settings["critic_epochs"])):
-            logp = _flat(self.critic.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
+            logp = flat(self.critic.frozen_scores(examples, _PLAIN)[0]).requires_grad_()
             part = steps.sweet_loss(
                 logp, reference, given.step_lengths, given.trajectory, given.success, given.group,
                 beta=float(self.settings["critic_beta"]),
@@ -130,8 +130,8 @@ class TurnCritic:
     def advantages(self, examples: Sequence[Example], task_ids: Sequence[str]) -> Tensor:
         """float64[K]: the critic's advantage of every turn of the examples, which belong to these tasks."""
         read = [self._informed(e, name) for e, name in zip(examples, task_ids, strict=True)]
-        logp = _flat(self.critic.frozen_scores(read, _PLAIN)[0])
-        reference = _flat(self.beside.scores(self.beside.reference, read, _PLAIN))
+        logp = flat(self.critic.frozen_scores(read, _PLAIN)[0])
+        reference = flat(self.beside.scores(self.beside.reference, read, _PLAIN))
         lengths = torch.from_numpy(np.concatenate([e.turns for e in read]))
         return steps.sweet_advantage(logp, reference, lengths)
 
@@ -150,7 +150,3 @@ class TurnCritic:
                 f"at most {context}; shorten the text, or cap episodes at {room} tokens"
             )
         return found
-
-
-def _flat(parts: Sequence[Float64]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
