@@ -400,11 +400,16 @@ def test_E21_a_cut_turn_reports_length_keeps_its_text_and_is_no_parse_error():
     assert (cut.text, cut.tool_calls, cut.malformed, cut.finish) == ("4", (), (), LENGTH)
 
 
-def test_special_tokens_sampled_inside_text_are_dropped_and_unknown_ids_do_not_crash():
+def test_special_tokens_sampled_inside_text_make_it_malformed_and_unknown_ids_do_not_crash():
     codec = chatml()
     start = codec.specials(codec.start([Message("user", "x")]))[0]
     text = codec.encode_action(Action("ab"))
-    assert codec.parse(ids(text[:1], [start, 99_999], text[1:]), STOP).text == "ab"
+    action = codec.parse(ids(text[:1], [start, 99_999], text[1:]), STOP)
+    assert action.text == "ab"
+    assert [(bad.text, bad.reason) for bad in action.malformed] == [
+        ("<|im_start|>", "a special token inside a turn")
+    ]
+    assert codec.parse(ids(text[:1], [99_999], text[1:]), STOP).malformed == ()
 
 
 @settings(deadline=None, max_examples=60)

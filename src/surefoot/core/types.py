@@ -120,7 +120,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """A tool call that could not be decoded: what stood there and why it was refused."""
+    """A part of a turn, mostly a tool call, that could not be read: what stood there and why not."""
 
     text: str
     reason: str

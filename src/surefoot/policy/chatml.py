@@ -138,8 +138,14 @@ class PlainText:
 
     def spoken(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without special tokens, but with the marks of calls and thoughts."""
-        kept = [int(i) for i in ids if int(i) not in self._special or self.control[int(i)] in MARKUP]
-        return self.decode(kept)
+        return self.decode([int(i) for i in ids if not self._is_stray(int(i))])
+
+    def stray(self, ids: Sequence[int]) -> list[str]:
+        """The special tokens among ``ids`` that :meth:`spoken` leaves out."""
+        return [self.control[int(i)] for i in ids if self._is_stray(int(i))]
+
+    def _is_stray(self, token: int) -> bool:
+        return token in self._special and self.control[token] not in MARKUP
 
     def _encode(self, text: str) -> list[int]:
         return cast("list[int]", self._backend.encode(text, add_special_tokens=False).ids)

@@ -191,7 +191,8 @@ class Codec:
         """The action that ``sampled`` (int[M], stop token included or not) stands for. Never raises.
 
         Calls get the ids ``call_<offset>`` and up: pass the number of calls so far to keep them unique
-        in an episode. A turn cut inside a call executes none of its calls. ``tools`` lets formats
+        in an episode. A turn cut inside a call executes none of its calls. In ChatML, a special token
+        inside the turn is malformed: text around it was not meant as one turn. ``tools`` lets formats
         without quotes tell text from numbers. Thinking stays in the text, tags included.
         """
         ids = [int(token) for token in sampled]
@@ -200,7 +201,9 @@ class Codec:
         parsed = self._read(ids, finish is Finish.STOP, tools)
         calls = () if parsed.cut else parsed.calls
         named = (ToolCall(f"call_{offset + i}", name, values) for i, (name, values) in enumerate(calls))
-        return Action(parsed.text, tuple(named), parsed.malformed, finish)
+        stray = self._plain.stray(ids) if self._hermes else []
+        strays = tuple(MalformedCall(token, "a special token inside a turn") for token in stray)
+        return Action(parsed.text, tuple(named), (*parsed.malformed, *strays), finish)
 
     def encode_action(self, action: Action, *, tools: Sequence[Tool] = ()) -> Int32:
         """int32[K]: what a policy would have sampled for ``action``, stop token included unless cut.

@@ -26,6 +26,7 @@ class Group:
     def __init__(self, folders: Sequence[Path], memory: int) -> None:
         self.memory = memory
         self._folders = tuple(folders)
+        self._counter = -1
 
     def take(self, pid: int) -> None:
         """Put a process, and so what it will start, into the group. Raises OSError."""
@@ -34,14 +35,21 @@ class Group:
 
     def kills(self) -> int:
         """How many processes of the group the kernel has killed for its memory so far."""
+        # Asked before every execution and turn, so the file stays open.
         for name in ("memory.events", "memory.oom_control"):
-            with contextlib.suppress(OSError):
-                lines = (self._folders[0] / name).read_text().splitlines()
-                return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-        return 0
+            if self._counter < 0:
+                with contextlib.suppress(FileNotFoundError):
+                    self._counter = os.open(self._folders[0] / name, os.O_RDONLY | os.O_CLOEXEC)
+        if self._counter < 0:
+            return 0
+        lines = os.pread(self._counter, 4096, 0).splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(b"oom_kill "))
 
     def remove(self) -> None:
         """Remove the group once its last process has gone; what resists is left to the next start."""
+        if self._counter >= 0:
+            os.close(self._counter)
+            self._counter = -1
         deadline = time.monotonic() + _REMOVE_SECONDS
         for folder in self._folders:
             while folder.is_dir():

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
 from surefoot.core.errors import ConfigError, DataError, SurefootError
@@ -199,34 +199,53 @@ class _Seat:
         self._folder = folder
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
-        self._heard: asyncio.Future[bytes] = self._loop.create_future()
-        self._gone: asyncio.Future[None] = self._loop.create_future()
-        self._excess = asyncio.Event()
+        self._answer: bytes | None = None  # None while a report is due, b"" once the socket is closed
+        self._gone = False
         self._violated = False
         self._kills = 0
-        self.outputs = Outputs(tree.limits.output_bytes, self._excess.set, self._report)
+        self._news: asyncio.Future[None] | None = None
+        self.outputs = Outputs(tree.limits.output_bytes, self._stir, self._report)
 
     @property
     def alive(self) -> bool:
         ended = self.tree.ended
-        return not self._gone.done() and not self.tree.server.lost and not (ended and ended.done())
+        return not self._gone and not self.tree.server.lost and not (ended and ended.done())
 
     def _report(self, message: bytes) -> None:
         """Bytes from the agent's code: one report for each question, nothing else."""
-        if self._heard.done() and not message:
-            self._heard = self._loop.create_future()  # closed: every later question is answered so
-        if self._heard.done() or len(message) > MOST_REPORT:
+        if message and (self._answer is not None or len(message) > MOST_REPORT):
             self._violated = True
             self._kill()
-            message = b""
-        if not self._heard.done():
-            self._heard.set_result(message)
+            self._answer = self._answer or b""
+        else:
+            self._answer = message
+        self._stir()
 
     def died(self, code: int) -> None:
         """The keeper saw the process end."""
         self.code = code
-        if not self._gone.done():
-            self._gone.set_result(None)
+        self._gone = True
+        self._stir()
+
+    def _stir(self, _: object = None) -> None:
+        """Something happened that a waiting turn may want to know."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def _until(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Until ``ready``, the end of this process or of the whole tree is told, or ``seconds`` are over."""
+        deadline, ended = self._loop.time() + seconds, self.tree.ended
+        timer = self._loop.call_at(deadline, self._stir)
+        if ended is not None:
+            ended.add_done_callback(self._stir)
+        try:
+            while self.alive and not ready() and self._loop.time() < deadline:
+                self._news = self._loop.create_future()
+                await self._news
+        finally:
+            timer.cancel()
+            if ended is not None:
+                ended.remove_done_callback(self._stir)
 
     def _kill(self) -> None:
         if self.pid and self.alive:
@@ -234,12 +253,8 @@ class _Seat:
 
     async def hear(self, seconds: float) -> bytes:
         """The next report, or b"" when the process is gone or silent for ``seconds``."""
-        heard = self._heard
-        waiting: list[asyncio.Future[Any]] = [heard, self._gone]
-        if self.tree.ended is not None:
-            waiting.append(self.tree.ended)
-        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        return heard.result() if heard.done() and not heard.cancelled() else b""
+        await self._until(lambda: self._answer is not None, seconds)
+        return self._answer or b""
 
     # ---- turns
 
@@ -250,8 +265,7 @@ class _Seat:
                 return await self._dead(0.0, Status.KILLED)
             for collector in (self.outputs.stdout, self.outputs.stderr):
                 collector.take()
-                collector.renew(self.limits.output_bytes, self._excess.set)
-            self._excess.clear()
+                collector.renew(self.limits.output_bytes, self._stir)
             begun = time.monotonic()
             fd = job.payload()
             try:
@@ -270,38 +284,33 @@ class _Seat:
 
     def _ask(self, message: bytes, fds: list[int]) -> None:
         self.outputs.read_report()  # what came unasked must not pass for the answer
-        if self._violated or (self._heard.done() and not self._heard.result()):
+        if self._violated or self._answer == b"":
             return
-        self._heard = self._loop.create_future()
+        self._answer = None
         try:
             socket.send_fds(self.outputs.report, [message], fds)
         except OSError:  # the process closed its socket; it will be found dead
-            self._heard.set_result(b"")
+            self._answer = b""
 
     async def _await_turn(self, seconds: float) -> tuple[bytes, Status | None]:
         """(report, why the turn was stopped): first wait, then interrupt, then kill."""
-        heard = asyncio.ensure_future(self.hear(seconds))
-        excess = asyncio.ensure_future(self._excess.wait())
-        try:
-            await asyncio.wait([heard, excess], return_when=asyncio.FIRST_COMPLETED)
-            if heard.done() and (heard.result() or not self.alive):
-                return heard.result(), Status.OUTPUT_LIMIT if self._excess.is_set() else None
-            reason = Status.OUTPUT_LIMIT if self._excess.is_set() else Status.TIMEOUT
-            if heard.done() and self._heard.done():
-                await self._await_end(_GRACE_SECONDS)
-                if not self.alive:
-                    return b"", None
-                reason = Status.KILLED  # it closed its socket and lives on
-            elif self.alive:
-                self.tree.tell(b"I", self.pid)
-                report = await self.hear(_GRACE_SECONDS)
-                if report:
-                    return report, reason
-            self._kill()
-            return b"", reason
-        finally:
-            heard.cancel()
-            excess.cancel()
+        await self._until(lambda: self._answer is not None or self.outputs.excess, seconds)
+        excess = self.outputs.excess
+        if self._answer or not self.alive:
+            return self._answer or b"", Status.OUTPUT_LIMIT if excess else None
+        reason = Status.OUTPUT_LIMIT if excess else Status.TIMEOUT
+        if self._answer is not None:
+            await self._await_end(_GRACE_SECONDS)
+            if not self.alive:
+                return b"", None
+            reason = Status.KILLED  # it closed its socket and lives on
+        else:
+            self.tree.tell(b"I", self.pid)
+            report = await self.hear(_GRACE_SECONDS)
+            if report:
+                return report, reason
+        self._kill()
+        return b"", reason
 
     def _conclude(self, report: bytes, stopped: Status | None, taken: float) -> Result:
         stdout, stderr = clean(self.outputs.stdout.take()), clean(self.outputs.stderr.take())
@@ -330,11 +339,7 @@ class _Seat:
         return Result(stdout, stderr + "[the session has ended]\n", code, status, "", taken, excess)
 
     async def _await_end(self, seconds: float) -> None:
-        """Until the end of this process or of the whole tree is told, or for ``seconds``."""
-        waiting: list[asyncio.Future[Any]] = [self._gone]
-        if self.tree.ended is not None:
-            waiting.append(self.tree.ended)
-        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await self._until(lambda: False, seconds)
 
     async def _why(self) -> str:
         """Wait for the end to be known; the fork server's reason, if it was the one to end it."""

@@ -44,9 +44,9 @@ def take_places(fds: list[int]) -> None:
     os.dup2(payload, PAYLOAD, inheritable=False)
 
 
-def close_others() -> None:
-    """Close every descriptor but the five places."""
-    os.closerange(PAYLOAD + 1, MOST_FILES)
+def close_others(last: int) -> None:
+    """Close every descriptor above ``last``."""
+    os.closerange(last + 1, MOST_FILES)
 
 
 def read_payload(fd: int) -> tuple[dict[str, Any], str, dict[str, bytes]]:

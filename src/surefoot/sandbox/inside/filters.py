@@ -7,6 +7,7 @@ opens nothing.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import struct
 from collections.abc import Mapping
@@ -117,6 +118,7 @@ def _loopback_socket() -> bytes:
     return _argument(0) + accept + _EPERM + kinds
 
 
+@functools.cache
 def program(*, sockets: bool, shared_files: bool, alone: int | None) -> bytes:
     """The seccomp program. ``sockets``: allow local families (the network namespace bounds them).
 

@@ -89,8 +89,10 @@ def _mount_point(source: str, target: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    # Not open(): its layers would be pages of a child's own.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.write(fd, text.encode())
+    os.close(fd)
 
 
 def become_user(uid: int, gid: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any, cast
 from . import child, jail, kernel
 from .keeper import Keeper
 
-_CONTROL, _PARENT, _NAMESPACE = 3, 4, 5
+_CONTROL, _PARENT, _NAMESPACE, _EXTRA = 3, 4, 5, 6
 _WATCH_EVERY = 0.1
 _SETUP_FAILED = 113
 _ROOM_FOR_TASKS = 64
@@ -43,12 +43,19 @@ class _Child:
     pid: int
     pidfd: int
     slot: int
+    limits: Mapping[str, Any]
     begun: float
-    seconds: float
     deadline: float | None
-    memory: int
     session: bool
     reason: str = ""
+
+
+@dataclass(slots=True)
+class _Spare:
+    """A child that is set up and waits on a socket for the descriptors of its execution."""
+
+    child: _Child
+    socket: socket.socket
 
 
 class Zygote:
@@ -62,6 +69,8 @@ class Zygote:
         self._numbers: dict[int, int] = {}  # execution number to pidfd
         self._free: list[int] = []
         self._slots = 0
+        self._spare: _Spare | None = None
+        self._wanted: Mapping[str, Any] | None = None  # the limits of the last execution
         # Each child notes the time when it is set up, then lets go of the page: the code cannot reach it.
         self._ready = mmap.mmap(-1, max(8 * config["most"], _PAGE))
         self._base = _memory_now()
@@ -74,7 +83,9 @@ class Zygote:
     def serve(self) -> None:
         """Until the harness closes the socket or ends."""
         while True:
-            events = self._poll.poll(self._patience())
+            events = self._poll.poll(0 if self._wanted else self._patience())
+            if not events and self._wanted:
+                self._prepare_spare(self._wanted)
             for fd, _ in events:
                 if fd == _PARENT:
                     return
@@ -98,7 +109,11 @@ class Zygote:
     def _patience(self) -> float:
         deadlines = [one.deadline for one in self._children.values() if one.deadline is not None]
         wait = min(deadlines) - time.monotonic() if deadlines else 3600.0
-        return max(0.0, min(wait, _WATCH_EVERY if self._children else 3600.0))
+        return max(0.0, min(wait, _WATCH_EVERY if self._busy() else 3600.0))
+
+    def _busy(self) -> int:
+        """Executions and sessions; the spare is neither."""
+        return len(self._children) - (self._spare is not None)
 
     # ---- orders
 
@@ -113,7 +128,10 @@ class Zygote:
                 self._kill(self._children[fd], order["reason"])
             return True
         try:
-            self._start(order, fds)
+            if order["op"] == "session":
+                self._start(order["limits"], fds, number=order["id"], session=True)
+            elif not self._hand_over(order, fds):
+                self._start(order["limits"], fds, number=order["id"])
         except OSError as error:
             self._tell({"id": order["id"], "fault": f"cannot start a process: {error}"})
         finally:
@@ -121,7 +139,43 @@ class Zygote:
                 os.close(fd)
         return True
 
-    def _start(self, order: Mapping[str, Any], fds: list[int]) -> None:
+    def _hand_over(self, order: Mapping[str, Any], fds: list[int]) -> bool:
+        """Give an execution to the spare, if that has its limits, and see that there will be another."""
+        spare, limits = self._spare, order["limits"]
+        self._wanted = limits if self._full else None
+        if spare is None or spare.child.limits != limits:
+            return False
+        self._spare = None
+        with spare.socket:
+            try:
+                socket.send_fds(spare.socket, [b"go"], fds)
+            except OSError:  # it has just died
+                return False
+        one = spare.child
+        one.number, one.begun = order["id"], time.monotonic()
+        one.deadline = one.begun + limits["seconds"]
+        self._numbers[one.number] = one.pidfd
+        return True
+
+    def _prepare_spare(self, limits: Mapping[str, Any]) -> None:
+        """Set up a child for the next execution while there is nothing else to do."""
+        self._wanted = None
+        if self._spare is not None:
+            if self._spare.child.limits == limits:
+                return
+            self._spare.socket.close()  # it ends
+            self._spare = None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._spare = _Spare(self._start(limits, [theirs.fileno()]), ours)
+            except OSError:
+                ours.close()  # the next execution is told why it cannot have a process
+
+    def _start(
+        self, limits: Mapping[str, Any], fds: list[int], *, number: int = 0, session: bool = False
+    ) -> _Child:
+        """Fork a child. Without a number it is a spare, and ``fds`` are the socket it waits on."""
         slot = self._free.pop() if self._free else self._slots
         if slot >= self._config["most"]:
             raise OSError(f"more than {slot} executions and sessions at a time")
@@ -140,27 +194,29 @@ class Zygote:
             self._free.append(slot)
             raise
         if pid == 0:
-            self._be_child(order, fds, slot)
+            self._be_child(limits, fds, slot, session=session, spare=not number)
         begun = time.monotonic()
-        limits = order["limits"]
-        session = order["op"] == "session"
-        deadline = None if session else begun + limits["seconds"]
+        deadline = begun + limits["seconds"] if number and not session else None
         pidfd = os.pidfd_open(pid)
-        memory = limits["memory_mb"] << 20
-        one = _Child(order["id"], pid, pidfd, slot, begun, limits["seconds"], deadline, memory, session)
+        one = _Child(number, pid, pidfd, slot, limits, begun, deadline, session)
         self._children[pidfd] = one
-        self._numbers[one.number] = pidfd
+        if number:
+            self._numbers[number] = pidfd
         self._poll.register(pidfd, select.EPOLLIN)
+        return one
 
-    def _be_child(self, order: Mapping[str, Any], fds: list[int], slot: int) -> None:
+    def _be_child(
+        self, limits: Mapping[str, Any], fds: list[int], slot: int, *, session: bool, spare: bool
+    ) -> None:
         """Never returns."""
         code = _SETUP_FAILED
         try:
-            keeper = None
-            if order["op"] == "session":
-                keeper = socket.socket(fileno=os.dup2(fds.pop(), _NAMESPACE + 1))
-            child.take_places(fds)
-            code = self._prepare(order, slot, keeper)
+            extra = None  # the keeper's socket, or the one that a spare waits on
+            if session or spare:
+                extra = socket.socket(fileno=os.dup2(fds.pop(), _EXTRA))
+            if not spare:
+                child.take_places(fds)
+            code = self._prepare(limits, slot, extra, session=session)
         except BaseException as error:
             if self._ready.closed:
                 code = 1
@@ -171,8 +227,10 @@ class Zygote:
             finally:
                 os._exit(code)
 
-    def _prepare(self, order: Mapping[str, Any], slot: int, keeper: socket.socket | None) -> int:
-        limits, config = dict(order["limits"]), self._config
+    def _prepare(
+        self, given: Mapping[str, Any], slot: int, extra: socket.socket | None, *, session: bool
+    ) -> int:
+        limits, config = dict(given), self._config
         limits["processes"] += self._others()
         folder, uid = self._folder(slot), config["uid"] + 1 + slot
         if not self._full:
@@ -182,18 +240,27 @@ class Zygote:
             for path in (folder, *places.values()):
                 os.chown(path, uid, uid)
         os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
-        if keeper is not None:
+        if session and extra is not None:
             kernel.become_reaper()
             first = kernel.fork()
             if first:
-                return self._keep(keeper, first, places, slot)
-            keeper.close()
-        child.close_others()  # first: with hundreds of siblings their descriptors exceed the code's limit
+                return self._keep(extra, first, places, slot)
+            extra.close()
+            extra = None
+        # First: with hundreds of siblings their descriptors exceed the code's limit.
+        child.close_others(_EXTRA if extra is not None else child.PAYLOAD)
         jail.confine(config, limits, self._base, folder, uid)
+        if extra is not None:
+            message, fds, _, _ = socket.recv_fds(extra, 16, 8)
+            if not message:
+                return 0  # it is not wanted any more
+            child.take_places(fds)
+            child.close_others(child.PAYLOAD)
+            extra.detach()
         header, code, files = child.read_payload(child.PAYLOAD)
         _TIME.pack_into(self._ready, 8 * slot, time.monotonic())
         self._ready.close()
-        if order["op"] == "session":
+        if session:
             return child.Session(places, header).serve()
         return child.run_once(header, code, files)
 
@@ -203,9 +270,9 @@ class Zygote:
         else:
             kernel.die_with_parent()
         null = os.open("/dev/null", os.O_RDWR)
-        for fd in range(_NAMESPACE + 1):
+        for fd in range(_EXTRA):
             os.dup2(null, fd)
-        os.closerange(_NAMESPACE + 2, child.MOST_FILES)
+        child.close_others(_EXTRA)
         folders = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
         Keeper(control, first, folders).serve()
         return 0
@@ -237,15 +304,25 @@ class Zygote:
     def _ended(self, one: _Child) -> None:
         self._poll.unregister(one.pidfd)
         os.close(one.pidfd)
-        del self._children[one.pidfd], self._numbers[one.number]
+        del self._children[one.pidfd]
         _, status, usage = os.wait4(one.pid, 0)
         ready = self._set_up_at(one)
         seconds = time.monotonic() - (ready or one.begun)
         if not self._full:
             self._sweep(one)
         self._free.append(one.slot)
+        if not one.number:
+            self._drop_spare(one)
+            return
+        del self._numbers[one.number]
         message = {"id": one.number, "status": status, "reason": one.reason, "seconds": seconds}
         self._tell({**message, "ready": ready > 0, "cpu": usage.ru_utime + usage.ru_stime})
+
+    def _drop_spare(self, one: _Child) -> None:
+        """A spare ended unused: where that was not asked for, the next execution will tell why."""
+        if self._spare is not None and self._spare.child is one:
+            self._spare.socket.close()
+            self._spare = None
 
     def _sweep(self, one: _Child) -> None:
         """Without a process namespace: end what the child left running, and remove its files."""
@@ -285,15 +362,16 @@ class Zygote:
         for one in self._children.values():
             if one.deadline is not None and now >= one.deadline and not one.reason:
                 self._overdue(one, now)
-        if self._children and now - self._watched >= _WATCH_EVERY and self._config["tier"] != "landlock":
+        if self._busy() and now - self._watched >= _WATCH_EVERY and self._config["tier"] != "landlock":
             self._watched = now
             self._watch_memory()
 
     def _overdue(self, one: _Child, now: float) -> None:
         """The code's time begins when it can run: a busy machine may take long to set it up."""
         ready = self._set_up_at(one)
-        one.deadline = (ready + one.seconds) if ready else now + _WATCH_EVERY
-        if now >= one.deadline or now - one.begun > one.seconds + _SETUP_SECONDS:
+        seconds = one.limits["seconds"]
+        one.deadline = deadline = ready + seconds if ready else now + _WATCH_EVERY
+        if now >= deadline or now - one.begun > seconds + _SETUP_SECONDS:
             self._kill(one, "timeout")
 
     def _set_up_at(self, one: _Child) -> float:
@@ -326,10 +404,11 @@ class Zygote:
         for top, members in groups.items():
             base = self._base["pages"]
             total = sum(max(0, held[pid] - base) for pid in members) * _PAGE
-            if len(members) > 1 and total > tops[top].memory:
+            most = tops[top].limits["memory_mb"] << 20
+            if len(members) > 1 and total > most:
                 # Pages shared by forks count once; that sum is slow, so only when the quick one is over.
                 exact = sum(_proportional(pid, (held[pid] - base) * _PAGE) for pid in members)
-                if exact > tops[top].memory:
+                if exact > most:
                     self._kill(tops[top], "memory")
 
 
