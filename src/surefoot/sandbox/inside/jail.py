@@ -145,7 +145,7 @@ def confine(
 
     ``base``: data and mapped bytes that the zygote already holds, which do not count as the code's own.
     """
-    tier, sockets = config["tier"], config["network"] == "loopback"
+    tier = config["tier"]
     _set_limits(limits, base)
     _write("/proc/self/oom_score_adj", "1000")  # where memory is short, this goes before the fork server
     if tier == "full":
@@ -164,15 +164,24 @@ def confine(
     rules: dict[str, list[str]] = dict(config["rules"])
     own = list(_OWN.values()) if tier == "full" else [slot]
     rules["write"] = own
-    fd = filters.ruleset(rules, sockets=sockets)
+    fd = filters.ruleset(rules, sockets=_has_sockets(config))
     if fd is not None:
         kernel.landlock_restrict(fd)
         os.close(fd)
     elif tier != "full":
         raise OSError(f"tier {tier} needs Landlock, which this kernel lacks")
+    kernel.install_filter(seccomp_program(config))
+
+
+def seccomp_program(config: Mapping[str, Any]) -> bytes:
+    """What :func:`confine` installs. Where it is the same for all children, the zygote asks for it first."""
+    tier = config["tier"]
     alone = os.getpid() if tier == "landlock" else None
-    shared = tier != "full"
-    kernel.install_filter(filters.program(sockets=sockets, shared_files=shared, alone=alone))
+    return filters.program(sockets=_has_sockets(config), shared_files=tier != "full", alone=alone)
+
+
+def _has_sockets(config: Mapping[str, Any]) -> bool:
+    return config["network"] == "loopback"
 
 
 def _set_limits(limits: Mapping[str, Any], base: Mapping[str, int]) -> None:

@@ -28,16 +28,16 @@ class Keeper:
     file's descriptor, ``F`` why there is none.
     """
 
-    def __init__(self, control: socket.socket, first: int, folders: dict[str, int]) -> None:
+    def __init__(self, control: socket.socket, folders: dict[str, int]) -> None:
         self._control = control
         self._folders = folders
-        self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _wake_up)
-        self._tell(b"S%d" % first)
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def serve(self) -> None:
+    def serve(self, first: int) -> None:
         """Until the harness closes the socket; then the process ends and takes all others with it."""
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        kernel.set_handler(signal.SIGCHLD, _wake_up)
+        self._tell(b"S%d" % first)
         while True:
             self._reap()
             ready, _, _ = select.select([self._control, self._wake], [], [])

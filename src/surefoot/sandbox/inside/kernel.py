@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]  has no stub
 import ctypes
 import os
 import platform
@@ -11,6 +12,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _whole = ctypes.PyDLL(None, use_errno=True)  # its calls keep the interpreter's lock
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+
+# As in the module signal, but without the enum members that it makes of everything.
+set_handler, SIG_IGN, SIG_DFL = _signal.signal, _signal.SIG_IGN, _signal.SIG_DFL
 
 MACHINE = platform.machine()
 # Numbers from 424 on are the same on every architecture.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import mmap
 import os
 import select
@@ -45,8 +46,7 @@ class _Child:
     slot: int
     limits: Mapping[str, Any]
     begun: float
-    deadline: float | None
-    session: bool
+    deadline: float
     reason: str = ""
 
 
@@ -66,6 +66,9 @@ class Zygote:
         self._config = config
         self._full = config["tier"] == "full"
         self._children: dict[int, _Child] = {}  # by pidfd
+        # Those of them that have a deadline. Looking at idle sessions would change their pages here, of which
+        # each child forked before has a copy.
+        self._timed: dict[int, _Child] = {}
         self._numbers: dict[int, int] = {}  # execution number to pidfd
         self._free: list[int] = []
         self._slots = 0
@@ -107,8 +110,7 @@ class Zygote:
         shutil.rmtree(self._config["slots"], ignore_errors=True)
 
     def _patience(self) -> float:
-        deadlines = [one.deadline for one in self._children.values() if one.deadline is not None]
-        wait = min(deadlines) - time.monotonic() if deadlines else 3600.0
+        wait = min((one.deadline for one in self._timed.values()), default=math.inf) - time.monotonic()
         return max(0.0, min(wait, _WATCH_EVERY if self._busy() else 3600.0))
 
     def _busy(self) -> int:
@@ -154,6 +156,7 @@ class Zygote:
         one = spare.child
         one.number, one.begun = order["id"], time.monotonic()
         one.deadline = one.begun + limits["seconds"]
+        self._timed[one.pidfd] = one
         self._numbers[one.number] = one.pidfd
         return True
 
@@ -196,12 +199,14 @@ class Zygote:
         if pid == 0:
             self._be_child(limits, fds, slot, session=session, spare=not number)
         begun = time.monotonic()
-        deadline = begun + limits["seconds"] if number and not session else None
+        deadline = begun + limits["seconds"]
         pidfd = os.pidfd_open(pid)
-        one = _Child(number, pid, pidfd, slot, limits, begun, deadline, session)
+        one = _Child(number, pid, pidfd, slot, limits, begun, deadline)
         self._children[pidfd] = one
         if number:
             self._numbers[number] = pidfd
+            if not session:
+                self._timed[pidfd] = one
         self._poll.register(pidfd, select.EPOLLIN)
         return one
 
@@ -241,10 +246,14 @@ class Zygote:
                 os.chown(path, uid, uid)
         os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
         if session and extra is not None:
+            child.close_others(_EXTRA)
             kernel.become_reaper()
+            # All that can be made before the fork is, so that the two share its pages.
+            folders = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
+            keeper, null = Keeper(extra, folders), os.open("/dev/null", os.O_RDWR)
             first = kernel.fork()
             if first:
-                return self._keep(extra, first, places, slot)
+                return self._keep(keeper, first, null)
             extra.close()
             extra = None
         # First: with hundreds of siblings their descriptors exceed the code's limit.
@@ -264,17 +273,14 @@ class Zygote:
             return child.Session(places, header).serve()
         return child.run_once(header, code, files)
 
-    def _keep(self, control: socket.socket, first: int, places: Mapping[str, str], slot: int) -> int:
+    def _keep(self, keeper: Keeper, first: int, null: int) -> int:
         if self._full:
             kernel.drop_capabilities()
         else:
             kernel.die_with_parent()
-        null = os.open("/dev/null", os.O_RDWR)
         for fd in range(_EXTRA):
             os.dup2(null, fd)
-        child.close_others(_EXTRA)
-        folders = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
-        Keeper(control, first, folders).serve()
+        keeper.serve(first)
         return 0
 
     def _others(self) -> int:
@@ -305,6 +311,7 @@ class Zygote:
         self._poll.unregister(one.pidfd)
         os.close(one.pidfd)
         del self._children[one.pidfd]
+        self._timed.pop(one.pidfd, None)
         _, status, usage = os.wait4(one.pid, 0)
         ready = self._set_up_at(one)
         seconds = time.monotonic() - (ready or one.begun)
@@ -359,8 +366,8 @@ class Zygote:
 
     def _look_after(self) -> None:
         now = time.monotonic()
-        for one in self._children.values():
-            if one.deadline is not None and now >= one.deadline and not one.reason:
+        for one in self._timed.values():
+            if now >= one.deadline and not one.reason:
                 self._overdue(one, now)
         if self._busy() and now - self._watched >= _WATCH_EVERY and self._config["tier"] != "landlock":
             self._watched = now
@@ -370,8 +377,8 @@ class Zygote:
         """The code's time begins when it can run: a busy machine may take long to set it up."""
         ready = self._set_up_at(one)
         seconds = one.limits["seconds"]
-        one.deadline = deadline = ready + seconds if ready else now + _WATCH_EVERY
-        if now >= deadline or now - one.begun > seconds + _SETUP_SECONDS:
+        one.deadline = ready + seconds if ready else now + _WATCH_EVERY
+        if now >= one.deadline or now - one.begun > seconds + _SETUP_SECONDS:
             self._kill(one, "timeout")
 
     def _set_up_at(self, one: _Child) -> float:
@@ -385,7 +392,8 @@ class Zygote:
         One process is bounded by its own limits; only where there are more does anything need adding up.
         """
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        expected = len(self._children) + sum(one.session for one in self._children.values())
+        sessions = self._busy() - len(self._timed)
+        expected = len(self._children) + sessions
         if self._full and len(pids) <= expected + 1:
             return
         tops = {one.pid: one for one in self._children.values()}
@@ -486,6 +494,7 @@ def main(control: int, parent: int) -> None:
         os.dup2(os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC), _NAMESPACE)
         os.umask(0o022)
         _preload(config)
+        jail.seccomp_program(config)
         child.settle()
         zygote = Zygote(sock, config)
     except BaseException as error:
