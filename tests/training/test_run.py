@@ -325,7 +325,7 @@ def test_a_damaged_checkpoint_is_named_at_resume(finished: Path, tmp_path: Path)
         ('environment.name="calculater"', ["calculater", "calculator"]),
         ('model.name="smollm2-135mm"', ["smollm2-135mm", "smollm2-135m"]),
         ("nonsense", ["a.b=value"]),
-        ("stage.2.steps=1", ["stage"]),
+        ("stage.2.steps=1", ["stage.2 names 0 stages", "stage.sft, stage.rl"]),
         ("stage.rl.updates_per_step=5", ["updates_per_step = 5", "tasks_per_step"]),
         ("stage.rl.settings={kl_kind='k2'}", ["kl_kind", "kl_coef above 0"]),
         ("stage.rl.settings={eps=0.0}", ["eps = 0", "above 0"]),
@@ -348,6 +348,27 @@ def test_bad_settings_name_the_key_the_value_and_what_would_be_right(
         start_run(config(override), tmp_path / "never")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_message_names_a_stage_as_set_does_and_counts_it_from_1_where_its_kind_is_not_its_own() -> None:
+    wrong = ("stage.0.epochs=0", "stage.1.steps=0", "stage.1.stepz=1")
+    with pytest.raises(ConfigError) as alone:
+        config(*wrong)
+    for words in ("test: stage.sft.epochs = 0:", "test: stage.rl.steps = 0:", "key 'stage.rl.stepz'; did"):
+        assert words in str(alone.value)
+    twice = RECIPE.replace("[evaluation]", '[[stage]]\nkind = "rl"\n[evaluation]')
+    with pytest.raises(ConfigError) as among:
+        config("stage.1.steps=0", "stage.2.stepz=1", "stage.sft.epochs=0", recipe=twice)
+    for words in (
+        "test: stage.sft.epochs = 0:",
+        "test: stage.1.steps = 0 (stage 2, rl): ",
+        "key 'stage.2.stepz' (stage 3, rl); did",
+    ):
+        assert words in str(among.value)
+    with pytest.raises(ConfigError, match=r"stage\.rl names 2 stages; .*stage\.2 \(stage 3, rl\)"):
+        config("stage.rl.steps=1", recipe=twice)
+    with pytest.raises(ConfigError, match=r"stage\.1 \(stage 2\): unable to extract tag"):
+        parse_config(RECIPE.replace('kind = "rl"', ""), source="test")
 
 
 KILLS = 10

@@ -356,7 +356,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    """``stage.rl.steps=3`` sets a key; stages are named by kind or number."""
+    """``stage.rl.steps=3`` sets a key; stages are named as by :func:`_stages`."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r} is not of the form a.b=value")
@@ -380,14 +380,26 @@ def _enter(target: Any, part: str, where: str, override: str) -> Any:
             return items[int(part)]
         named = [item for item in items if item.get("kind") == part]
         if len(named) != 1:
-            kinds = [str(item.get("kind")) for item in items]
-            raise ConfigError(
-                f"--set {override!r}: {where} names {len(named)} stages; {nearest(part, kinds)}"
-            )
+            valid = ", ".join(address + note for address, note in _stages(items))
+            raise ConfigError(f"--set {override!r}: {where} names {len(named)} stages; valid: {valid}")
         return named[0]
     if not isinstance(target, dict):
         raise ConfigError(f"--set {override!r}: {where} is not a table")
     return cast("dict[str, Any]", target).setdefault(part, {})
+
+
+def _stages(items: Sequence[Any]) -> list[tuple[str, str]]:
+    """How --set names each stage, and which one that is: by its kind where it is the only one of it, else by
+    its number from 0, with its place counted from 1 beside it, since a number alone can be read both ways.
+    """
+    tables = [cast("dict[str, Any]", item) if isinstance(item, dict) else {} for item in items]
+    kinds = [table.get("kind") for table in tables]
+    return [
+        (f"stage.{kind}", "")
+        if isinstance(kind, str) and kinds.count(kind) == 1
+        else (f"stage.{i}", f" (stage {i + 1}, {kind})" if kind else f" (stage {i + 1})")
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
@@ -395,17 +407,28 @@ def _explain(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
 
 
 def _line(item: Any, data: Mapping[str, Any]) -> str:
-    path = [part for part in item["loc"] if part not in _KINDS]
-    where = ".".join(str(part) for part in path) or "the recipe"
+    where, note = _place(item["loc"], data)
     if item["type"] == "extra_forbidden":
-        return f"unknown key {where!r}; {nearest(str(path[-1]), _fields_at(item['loc']))}"
+        near = nearest(str(item["loc"][-1]), _fields_at(item["loc"]))
+        return f"unknown key {where!r}{note}; {near}"
     if item["type"] == "missing":
-        return f"{where!r} is missing"
+        return f"{where!r}{note} is missing"
     message = str(item["msg"]).removeprefix("Value error, ")
-    value = item.get("input")
-    shown = f"{where} = {value!r}: " if not isinstance(value, Mapping) else f"{where}: " if path else ""
-    del data
-    return f"{shown}{message[0].lower()}{message[1:]}"
+    message = f"{message[0].lower()}{message[1:]}"
+    if isinstance(item.get("input"), Mapping):
+        return f"{where}{note}: {message}" if where else message
+    return f"{where} = {item.get('input')!r}{note}: {message}"
+
+
+def _place(location: Sequence[Any], data: Mapping[str, Any]) -> tuple[str, str]:
+    """A key as --set names it, and which stage that is where its name does not say so."""
+    match location:
+        case ("stage", int(number), *rest):
+            address, note = _stages(data["stage"])[number]
+            inner = rest[1:] if rest and rest[0] in _KINDS else rest
+            return ".".join([address, *map(str, inner)]), note
+        case _:
+            return ".".join(map(str, location)), ""
 
 
 def _fields_at(location: Sequence[Any]) -> list[str]:
