@@ -293,7 +293,7 @@ def test_a_single_fault_fails_its_own_item_only(cls: type[Environment]) -> None:
 
 
 def test_finding_names_the_task_or_the_exception() -> None:
-    assert "ZeroDivisionError: a bug" in item(environment(Raises), "oracle").detail
+    assert "ZeroDivisionError: a bug (test_checks.py:" in item(environment(Raises), "oracle").detail
     assert "sound-base-" in item(environment(LeaksByTool), "canary").detail
     assert "of variant base" in item(environment(AnswerLast), "null policies").detail
 

@@ -310,7 +310,7 @@ def test_a_reward_that_gives_no_number_fails_with_its_reason(defines_success: bo
     found = audit(Sound, *((broken,) if defines_success else (exact, broken)))
     failed = row(found, broken.name)
     assert failed.ok is False and failed.unscored > 0
-    assert "too long for me" in failed.detail
+    assert "too long for me (test_rewards_audit.py:" in failed.detail
 
 
 def test_a_reward_that_hangs_once_spoils_only_that_episode() -> None:

@@ -74,8 +74,10 @@ def test_E18_failing_samples_become_unscored_with_a_reason_and_the_others_count(
     assert [isinstance(item, Scored) for item in found] == [True, True, True, False, False, False, True]
     reasons = [item.reason for item in found if isinstance(item, Unscored)]
     assert reasons == [
-        "ValueError: broken sample", "returned NoneType; a reward returns a number or a Score", "returned nan"
-    ]  # fmt: skip
+        f"ValueError: broken sample (test_rewards.py:{_trouble.__code__.co_firstlineno + 3})",
+        "returned NoneType; a reward returns a number or a Score",
+        "returned nan",
+    ]
 
 
 def test_E18_unscored_samples_leave_the_returns_of_the_others_alone() -> None:
@@ -298,7 +300,8 @@ def test_one_unscored_reward_unscores_the_whole_return() -> None:
 
     suite = RewardSuite([field("a"), reward(trust=Trust.LEARNED)(broken)])
     (found,) = outcomes(suite, [episode(a=1.0)])
-    assert found.final == Unscored("broken: OSError: judge is down", "return")
+    place = f"test_rewards.py:{broken.__code__.co_firstlineno + 1}"
+    assert found.final == Unscored(f"broken: OSError: judge is down ({place})", "return")
     assert isinstance(found.scores[0], Scored)
 
 

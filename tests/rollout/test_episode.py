@@ -237,8 +237,8 @@ def failing(how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "stop", "word"),
     [
-        ("reset", StopReason.ENV_ERROR, "no disk"),
-        ("step", StopReason.ENV_ERROR, "bad state"),
+        ("reset", StopReason.ENV_ERROR, "no disk (test_episode.py:"),
+        ("step", StopReason.ENV_ERROR, "bad state (test_episode.py:"),
         ("nonsense", StopReason.ENV_ERROR, "must return a Step"),
         ("hang", StopReason.ENV_TIMEOUT, "0.2 s"),
         ("block", StopReason.ENV_TIMEOUT, "0.2 s"),
@@ -265,7 +265,7 @@ def test_E19_a_close_that_raises_is_recorded_and_costs_nothing(codec: Codec) -> 
     events: list[Any] = []
     groups, _ = run(codec, failing("close"), [answer("x")], events=events)
     assert only(groups).stop is StopReason.ANSWERED and only(groups).value == 0.0
-    assert events[0][0] == "close_fault" and "will not close" in events[0][1]["fault"]
+    assert events[0][0] == "close_fault" and "will not close (test_episode.py:" in events[0][1]["fault"]
 
 
 def test_E15_a_template_that_cannot_be_extended_opens_a_segment_and_trains_each_token_once(

@@ -24,7 +24,7 @@ from surefoot.audit.exploits import (
 )
 from surefoot.audit.play import Played, Policy, record
 from surefoot.core.deadlines import WorkerPool
-from surefoot.core.errors import ConfigError, DataError, EnvironmentFault, nearest
+from surefoot.core.errors import ConfigError, DataError, EnvironmentFault, describe, nearest
 from surefoot.core.types import SPLITS, Action, Scored, Split, Task, Unscored
 from surefoot.envs.base import Environment
 from surefoot.rewards.base import Episode, Reward
@@ -149,7 +149,7 @@ class _Check:
         try:
             return CheckItem(name, *(await check()))
         except Exception as error:  # the checked code is the user's: whatever it raises is the finding
-            return CheckItem(name, False, f"raised {type(error).__name__}: {error}")
+            return CheckItem(name, False, f"raised {describe(error)}")
 
     async def run(self, name: str, checks: Mapping[str, Callable[[], Awaitable[_Verdict]]]) -> Report:
         try:

@@ -27,7 +27,7 @@ from surefoot.audit.exploits import (
 )
 from surefoot.audit.play import Played, Policy, record
 from surefoot.core.deadlines import DeadlineExceeded, Worker, WorkerPool
-from surefoot.core.errors import ConfigError, DataError, SurefootError, nearest
+from surefoot.core.errors import ConfigError, DataError, SurefootError, describe, nearest
 from surefoot.core.types import Action, Message, Score, Scored, Task, Trust, Unscored
 from surefoot.envs.base import Environment
 from surefoot.rewards.base import Episode, Reward
@@ -385,7 +385,7 @@ class _Auditor:
             return None
 
     def _note(self, what: str, task: Task, error: Exception) -> None:
-        self.faults.append(f"{what} on task {task.id}: {type(error).__name__}: {error}")
+        self.faults.append(f"{what} on task {task.id}: {describe(error)}")
 
 
 class _Here(WorkerPool):

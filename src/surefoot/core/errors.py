@@ -6,7 +6,12 @@ This module knows no other: it must not import anything of the package.
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE, _STANDARD = Path(__file__).parents[1], Path(os.__file__).parent
 
 
 class SurefootError(Exception):
@@ -58,3 +63,31 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "valid: " + ", ".join(options) if options else "nothing is valid here"
+
+
+def describe(error: BaseException) -> str:
+    """``ValueError: no price (shop.py:31)``: what was raised, and the innermost line of a user's own file.
+
+    Without a place where no such file takes part: in a library's, the standard library's or this package's.
+    """
+    text, place = f"{type(error).__name__}: {error}", _users_line(error)
+    return f"{text} ({place})" if place else text
+
+
+def _users_line(error: BaseException) -> str:
+    """FILE:LINE of the exception, or of the one that it was raised for; "" where there is none."""
+    behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    for each in (error, behind):
+        frames = [] if each is None else list(traceback.walk_tb(each.__traceback__))
+        for frame, line in reversed(frames):
+            file = Path(frame.f_code.co_filename)
+            if _is_users(file):
+                return f"{file.name}:{line}"
+    return ""
+
+
+def _is_users(file: Path) -> bool:
+    """Generated code has a name like ``<string>``; installed packages lie in a folder of theirs."""
+    foreign = file.is_relative_to(_PACKAGE) or file.is_relative_to(_STANDARD)
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return not (foreign or installed or file.name.startswith("<"))

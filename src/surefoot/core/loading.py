@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from surefoot.core.errors import ConfigError, nearest
+from surefoot.core.errors import ConfigError, describe, nearest
 
 
 def load_module(reference: str) -> ModuleType:
@@ -37,7 +37,7 @@ def load_module(reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the file is the user's; whatever it raises is shown with its place
         del sys.modules[name]
-        raise ConfigError(f"file {reference!r} fails to import: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"file {reference!r} fails to import: {describe(error)}") from error
     return module
 
 

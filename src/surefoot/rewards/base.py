@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from surefoot.core.deadlines import DeadlineExceeded, WorkerPool
-from surefoot.core.errors import ConfigError, RewardError
+from surefoot.core.errors import ConfigError, RewardError, describe
 from surefoot.core.types import (
     Message,
     Score,
@@ -111,7 +111,7 @@ class Reward:
         try:
             values = await self._run(lambda: self.function(episodes), pool)
         except Exception as error:  # a user's function may raise anything; it is recorded, not hidden
-            return [Unscored(_describe(error), self.name) for _ in episodes]
+            return [Unscored(_why(error), self.name) for _ in episodes]
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise RewardError(f"reward {self.name!r} returned {type(values).__name__}; it must return a list")
         values = cast("Sequence[Any]", values)
@@ -125,7 +125,7 @@ class Reward:
         try:
             return self._to_score(await self._run(call, pool))
         except Exception as error:  # a user's function may raise anything; it is recorded, not hidden
-            return Unscored(_describe(error), self.name)
+            return Unscored(_why(error), self.name)
 
     async def _run(self, call: Callable[[], Any | Awaitable[Any]], pool: WorkerPool) -> Any:
         worker = pool.acquire()
@@ -154,10 +154,8 @@ class Reward:
         return Unscored(f"returned {type(value).__name__}; a reward returns a number or a Score", self.name)
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, DeadlineExceeded):
-        return f"deadline: {error}"
-    return f"{type(error).__name__}: {error}"
+def _why(error: Exception) -> str:
+    return f"deadline: {error}" if isinstance(error, DeadlineExceeded) else describe(error)
 
 
 def reward(

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from surefoot.core.deadlines import DeadlineExceeded, Worker, WorkerPool
-from surefoot.core.errors import DataError, EnvironmentFault
+from surefoot.core.errors import DataError, EnvironmentFault, describe
 from surefoot.core.seeds import derive
 from surefoot.core.types import (
     Action,
@@ -222,7 +222,7 @@ async def _attempt(
     except (DataError, asyncio.CancelledError):
         raise
     except Exception as error:  # whatever an environment raises is data about that episode
-        play.stop, play.fault = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
+        play.stop, play.fault = StopReason.ENV_ERROR, describe(error)
     finally:
         actor.end(session)
         await _close(play, env, worker, limits)
@@ -324,7 +324,7 @@ async def _close(play: _Play, env: Environment | None, worker: Worker, limits: L
     try:
         await closer.call(env.close, limits.env_seconds)
     except Exception as error:  # an environment that cannot close must not cost the trajectory
-        play.closing_fault = f"close: {type(error).__name__}: {error}"
+        play.closing_fault = f"close: {describe(error)}"
     finally:
         if closer is not worker:
             closer.stop()
