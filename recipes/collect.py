@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.core.errors import DataError
+from surefoot.economics import money
 from surefoot.evaluation.summary import policy_scores, shared_tasks
 from surefoot.evaluation.verdict import PolicyScores, judge
 from surefoot.runs.directory import RunDirectory
@@ -109,7 +110,7 @@ def table(line: dict[str, Any]) -> str:
         f"## {line['recipe']} ({line['date']})",
         "",
         f"`{line['command']}`, seeds {seeds}; model {line['model']}; {', '.join(map(str, line['minutes']))} "
-        f"minutes; {line['tokens']:,} tokens and ${line['usd']:.3f} in all.",
+        f"minutes; {line['tokens']:,} tokens and {money(line['usd'])} in all.",
         "",
         f"**{line['sentence']}**",
         "",

@@ -57,8 +57,7 @@ def test_durations_read_well(seconds: float, text: str) -> None:
     assert output.duration(seconds) == text
 
 
-def test_small_sums_of_money_keep_their_digits() -> None:
-    assert [output.money(x) for x in (0.0, 0.000123, 2.5)] == ["$0.00", "$0.00012", "$2.50"]
+def test_sizes_read_well() -> None:
     assert [output.size(x) for x in (12, 3.2e6, 5.7e12)] == ["12 B", "3.2 MB", "5700.0 GB"]
 
 

@@ -15,10 +15,16 @@ from pydantic import ValidationError
 
 from surefoot.core.errors import BudgetReached, ConfigError, StorageError
 from surefoot.core.types import Cost
-from surefoot.economics import Budget, Ledger, ModelPrice, PriceTable, Totals, parse_duration
+from surefoot.economics import Budget, Ledger, ModelPrice, PriceTable, Totals, money, parse_duration
 from surefoot.runs import files
 
 MODEL = ModelPrice(prompt=2.0, cached=0.5, sampled=8.0, date=date(2026, 1, 31))
+
+
+def test_money_is_readable_at_every_size_and_small_sums_keep_their_digits() -> None:
+    assert [money(v) for v in (0.0, 1e-7, 0.00042, 0.00123, 0.0142, 0.5, 0.999, 12.345, 1234.5)] == [
+        "$0.00", "< $0.0001", "$0.00042", "$0.0012", "$0.014", "$0.50", "$1.00", "$12.35", "$1,234.50",
+    ]  # fmt: skip
 
 
 def test_an_hour_at_one_kilowatt_costs_one_kilowatt_hour() -> None:

@@ -229,6 +229,7 @@ def test_the_sentence_is_one_line_that_names_numbers_controls_trust_seeds_and_co
         "$0.25",
     ):
         assert part in verdict.sentence, part
+    assert _judge(GOOD, cost_usd=0.00042).sentence.endswith("tokens, $0.00042.")
 
 
 def test_to_json_is_plain_and_round_trips() -> None:

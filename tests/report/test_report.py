@@ -299,10 +299,7 @@ def test_numbers_have_sensible_precision(value: float | None, text: str) -> None
     assert figures.number(value) == text
 
 
-def test_money_and_time_are_readable_at_every_size() -> None:
-    assert [figures.money(v) for v in (0.0, 1e-7, 0.00123, 0.5, 12.345)] == [
-        "$0.00", "< $0.0001", "$0.0012", "$0.50", "$12.35",
-    ]  # fmt: skip
+def test_time_is_readable_at_every_size() -> None:
     assert [figures.duration(v) for v in (0.04, 59, 61, 3661)] == ["0.0 s", "59 s", "1 min 1 s", "1 h 1 min"]
 
 

@@ -86,11 +86,6 @@ def size(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def money(usd: float) -> str:
-    """US dollars; small sums keep two significant digits."""
-    return f"${usd:.2f}" if usd >= 1 or usd == 0 else f"${usd:.2g}"
-
-
 def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from surefoot.cli.doctor import cores, memory
-from surefoot.cli.output import duration, money, new_table, say, show, size
+from surefoot.cli.output import duration, new_table, say, show, size
+from surefoot.economics import money
 
 if TYPE_CHECKING:
     from surefoot.core.types import Task

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from surefoot.cli.output import duration, interval, money, new_table, say, show
+from surefoot.cli.output import duration, interval, new_table, say, show
 from surefoot.core.errors import StorageError
+from surefoot.economics import money
 
 if TYPE_CHECKING:
     from rich.table import Table

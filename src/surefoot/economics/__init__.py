@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from surefoot.economics.ledger import Budget, Ledger, Totals, parse_duration
-from surefoot.economics.prices import ModelPrice, PriceTable
+from surefoot.economics.prices import ModelPrice, PriceTable, money
 
-__all__ = ["Budget", "Ledger", "ModelPrice", "PriceTable", "Totals", "parse_duration"]
+__all__ = ["Budget", "Ledger", "ModelPrice", "PriceTable", "Totals", "money", "parse_duration"]

@@ -5,6 +5,7 @@ This module must not know what was done, only how long it took and how many toke
 
 from __future__ import annotations
 
+import math
 import tomllib
 from datetime import date
 from pathlib import Path
@@ -22,6 +23,15 @@ DEFAULT_USD_PER_KWH: Final = 0.30
 _JOULES_PER_KWH: Final = 3.6e6
 _SECONDS_PER_HOUR: Final = 3600.0
 _PER_MILLION: Final = 1e6
+
+
+def money(usd: float) -> str:
+    """US dollars; below a dollar with two significant digits, down to a hundredth of a cent."""
+    if 0 < usd < 1e-4:
+        return "< $0.0001"
+    if usd == 0 or usd >= 1:
+        return f"${usd:,.2f}"
+    return f"${usd:.{max(2, 1 - math.floor(math.log10(usd)))}f}"
 
 
 class ModelPrice(BaseModel):

@@ -15,6 +15,7 @@ import numpy as np
 
 from surefoot.core.errors import ConfigError, DataError, nearest
 from surefoot.core.types import Trust
+from surefoot.economics import money
 from surefoot.evaluation.statistics import PairedInterval, holm, paired_difference, require_same_tasks
 
 Outcome: TypeAlias = Literal["learned", "memorised", "not_shown", "falsified"]
@@ -180,7 +181,7 @@ def judge(
     success = {
         arm: {v: policy.success(v) for v in _ordered(policy.by_variant)} for arm, policy in arms.items()
     }
-    paid = f"{len(run_seeds)} seed{'s' * (len(run_seeds) > 1)}; {tokens:,} tokens, ${cost_usd:.2f}"
+    paid = f"{len(run_seeds)} seed{'s' * (len(run_seeds) > 1)}; {tokens:,} tokens, {money(cost_usd)}"
     return Verdict(
         outcome=outcome,
         sentence=f"{_TITLES[outcome]}: {_facts(found, sorted(controls), success, level)}"

@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from surefoot.economics import money
 from surefoot.economics.prices import PriceTable
 from surefoot.report.facts import Facts, Record, in_order
-from surefoot.report.figures import duration, money, number
+from surefoot.report.figures import duration, number
 from surefoot.report.html import Html, h, table
 from surefoot.report.measures import empty, section
 

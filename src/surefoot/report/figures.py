@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, shares, times, money, intervals. Must not know where they are from."""
+"""Numbers as people read them: counts, shares, times, intervals. Must not know where they are from."""
 
 from __future__ import annotations
 
@@ -41,15 +41,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def money(usd: float) -> str:
-    """US dollars; below a dollar with two significant digits, down to a hundredth of a cent."""
-    if 0 < usd < 1e-4:
-        return "< $0.0001"
-    if usd == 0 or usd >= 1:
-        return f"${usd:,.2f}"
-    return f"${usd:.{max(2, 1 - math.floor(math.log10(usd)))}f}"
 
 
 def clip(text: str, limit: int) -> str:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from surefoot.economics import money
 from surefoot.report import charts
 from surefoot.report.facts import BASE, Facts, Record
-from surefoot.report.figures import MISSING, duration, interval, money, number, share
+from surefoot.report.figures import MISSING, duration, interval, number, share
 from surefoot.report.html import Html, h, join, table
 from surefoot.training.arms import ARMS
 
