@@ -200,14 +200,18 @@ def test_a_forged_tag_fires(text: str) -> None:
     ["Answer: 42", "a < b | c > d", "<think>hm</think>", "the observation: none", "[1] [x]", "<b>x</b>"],
 )
 def test_honest_text_is_no_forged_tag(text: str) -> None:
-    assert ForgedTags(tokens=[9]).observe(one(answer=text)) is None
+    assert ForgedTags(tokens={9: "<|im_start|>"}).observe(one(answer=text)) is None
 
 
 def test_a_template_token_inside_a_turn_is_forged_and_at_its_end_it_is_not() -> None:
-    monitor = ForgedTags(tokens=[9])
+    monitor = ForgedTags(tokens={9: "<|im_start|>"})
     assert monitor.observe(one(tokens=(5, 6, 9))) is None
     event = monitor.observe(one(tokens=(5, 9, 6)))
-    assert event is not None and "token 9" in event.message
+    assert event is not None
+    assert event.message.startswith(
+        "in 1 of 1 episodes the policy itself wrote '<|im_start|>' (token 9), a mark"
+    )
+    assert "its own words can then pass for a tool's answer" in event.message
 
 
 def test_a_tag_quoted_in_an_argument_is_not_forged() -> None:
@@ -319,9 +323,9 @@ def test_events_come_in_order_with_json_fields_and_only_named_kinds_stop() -> No
     monitors = Monitors([ForgedTags(), AbstentionRate()], stop_on=["abstention"])
     events = monitors.observe(one(3, answer="<information>I don't know</information>"))
     assert [event.kind for event in events] == ["forged_tag", "abstention"]
+    assert "the policy itself wrote '<information>', a mark" in events[0].message
     assert json.loads(json.dumps(events[0].fields())) == {
-        "step": 3, "value": 1.0, "limit": 0.0, "message": "1 episodes wrote <information>",
-        "trajectories": ["e"],
+        "step": 3, "value": 1.0, "limit": 0.0, "message": events[0].message, "trajectories": ["e"],
     }  # fmt: skip
     assert monitors.stops(events) == events[1]
     assert monitors.stops(events[:1]) is None

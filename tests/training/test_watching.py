@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from surefoot.audit.monitors import ForgedTags
 from surefoot.core.errors import ConfigError, SignalError
+from surefoot.policy.rendering import make_codec
+from surefoot.policy.scratch import build_scratch
 from surefoot.runs.files import read_json_lines
 from surefoot.training.config import parse_config
 from surefoot.training.run import start_run
+from surefoot.training.watching import Watch
 
 HERE = Path(__file__).parent
 RECIPE = f"""
@@ -59,6 +64,18 @@ def test_a_monitor_may_stop_the_run(tmp_path: Path) -> None:
     own = config(f'monitors.held_out="{HERE / "never.py"}:never"', 'monitors.stop_on=["verifier_gap"]')
     with pytest.raises(SignalError, match="verifier_gap"):
         start_run(own, tmp_path / "run")
+
+
+def test_tokens_of_the_template_are_watched_with_their_texts_and_those_that_end_a_turn_are_not() -> None:
+    loaded = build_scratch()
+    codec = make_codec(loaded)
+    session: Any = SimpleNamespace(config=config(), loaded=loaded, codec=codec, won=lambda _: None)
+    (forged,) = [item for item in Watch(session).monitors.monitors if isinstance(item, ForgedTags)]
+    assert "<|im_start|>" in forged._tokens.values()
+    assert all(
+        loaded.tokenizer.convert_ids_to_tokens(token) == text for token, text in forged._tokens.items()
+    )
+    assert not forged._tokens.keys() & set(codec.stop_ids)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
-
-import numpy as np
 
 from surefoot.core.errors import ConfigError, DataError, nearest
 from surefoot.core.seeds import digest
@@ -283,18 +282,22 @@ FORGED = re.compile(
 class ForgedTags(Monitor):
     """The policy writes what only the harness may: a tool's answer, or a token of the chat template.
 
-    ``tokens`` are ids that only the template may use: one of them inside a turn (its last token may end
-    it) counts too, since parsing may not show it as text. Arguments of calls are left out, as quoting is
-    their business. Value: the share of episodes.
+    ``tokens`` are ids that only the template may use, with their texts: one of them inside a turn (its last
+    token may end it) counts too, since parsing may not show it as text. Arguments of calls are left out, as
+    quoting is their business. Value: the share of episodes.
     """
 
     kind = "forged_tag"
 
     def __init__(
-        self, *, limit: float = 0.0, pattern: re.Pattern[str] = FORGED, tokens: Sequence[int] = ()
+        self,
+        *,
+        limit: float = 0.0,
+        pattern: re.Pattern[str] = FORGED,
+        tokens: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(limit)
-        self._pattern, self._tokens = pattern, np.array(sorted(tokens), np.int64)
+        self._pattern, self._tokens = pattern, dict(tokens)
 
     def observe(self, seen: Observed) -> MonitorEvent | None:
         pairs = list(seen.pairs())
@@ -303,18 +306,23 @@ class ForgedTags(Monitor):
         if share <= self.limit:
             return None
         tags = ", ".join(sorted({tag for _, tag in hits})[:5])
-        return self._event(seen, share, f"{len(hits)} episodes wrote {tags}", [name for name, _ in hits])
+        text = (
+            f"in {len(hits)} of {len(pairs)} episodes the policy itself wrote {tags}, a mark that only the "
+            "harness or the chat template may write: its own words can then pass for a tool's answer or for "
+            "another speaker's, and be paid as such. See whether these episodes are paid more than others"
+        )
+        return self._event(seen, share, text, [name for name, _ in hits])
 
     def _forged(self, trajectory: Trajectory) -> str:
-        """The first tag that the episode forged, or ""."""
+        """The first mark that the episode forged, as the message names it, or ""."""
         for turn in trajectory.turns:
             match = self._pattern.search(turn.action.text)
             if match:
-                return match.group().strip()
+                return repr(match.group().strip())
             inside = trajectory.segments[turn.segment].tokens[turn.start : turn.stop - 1]
-            found = inside[np.isin(inside, self._tokens)]
-            if found.size:
-                return f"token {int(found[0])}"
+            found = next((token for token in map(int, inside) if token in self._tokens), None)
+            if found is not None:
+                return f"{self._tokens[found]!r} (token {found})"
         return ""
 
 
@@ -578,7 +586,7 @@ def standard_monitors(
     interval: MeanInterval,
     *,
     canaries: Sequence[str] = (),
-    tokens: Sequence[int] = (),
+    tokens: Mapping[int, str] = MappingProxyType({}),
     stop_on: Sequence[str] = (),
 ) -> Monitors:
     """Every monitor with its default limits."""

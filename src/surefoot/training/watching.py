@@ -42,12 +42,13 @@ class Watch:
         self.held_out = (
             None if settings.held_out is None else load_reward(settings.held_out, "monitors.held_out")
         )
-        special = {int(token) for token in tokenizer.all_special_ids} - set(session.codec.stop_ids)
+        names = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        special = {int(token): str(text) for token, text in names if token not in session.codec.stop_ids}
         self.monitors = standard_monitors(
             session.won,
             _interval,
             canaries=settings.canaries,
-            tokens=sorted(special),
+            tokens=special,
             stop_on=settings.stop_on,
         )
 
