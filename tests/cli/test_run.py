@@ -119,7 +119,10 @@ def test_a_used_up_budget_exits_3_and_shows_what_there_is(run_cli: Run, recipe: 
         (("--set", "no_equals_sign"), "is not of the form a.b=value"),
         (("--controls", "permutted"), "did you mean 'permuted'?"),
         (("--require", "lerned"), "did you mean 'learned'?"),
-        (("--resume", "--seed", "1", "--set", "seed=2"), "--set seed=2 has no effect with --resume"),
+        (
+            ("--resume", "--seed", "1", "--set", "seed=2"),
+            "'seed=2' cannot change when a run is resumed: only budget",
+        ),
         (("--resume",), "holds no run"),
         (("--dry-run", "--resume"), "--resume has no effect with --dry-run"),
     ],

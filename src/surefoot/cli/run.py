@@ -52,14 +52,9 @@ class _Request:
         return self.out or Path("runs") / f"{config.name}-seed{config.seed}"
 
     def existing(self) -> Path:
-        """The folder of the run to go on with. Raises ConfigError for settings that would not count."""
-        fixed = [setting for setting in self.settings if not setting.startswith("budget.")]
-        for flag, given in ((f"--set {', '.join(fixed)}", fixed), ("--controls", self.controls is not None)):
-            if given:
-                raise ConfigError(
-                    f"{flag} has no effect with --resume; a run goes on with its own settings, "
-                    "and only its budget may change"
-                )
+        """The folder of the run to go on with. Raises ConfigError for flags that would not count."""
+        if self.controls is not None:
+            raise ConfigError("--controls has no effect with --resume; a run goes on with its own arms")
         if (Path(self.recipe) / "manifest.json").is_file():
             for flag, given in (("--out", self.out), ("--seed", self.seed)):
                 if given is not None:
