@@ -23,6 +23,7 @@ from surefoot.runs.files import (
     read_json_lines,
     truncate_json_lines,
     write_atomic,
+    write_folder,
 )
 
 
@@ -32,6 +33,40 @@ def test_write_atomic_replaces_the_whole_file(tmp_path: Path) -> None:
     write_atomic(path, b"new")
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_write_folder_replaces_the_whole_folder_and_what_a_kill_left(tmp_path: Path) -> None:
+    path = tmp_path / "deep/a"
+    with write_folder(path) as new:
+        (new / "old").write_text("1")
+    left = path.with_name(".a.partial")
+    left.mkdir()
+    (left / "half").write_text("")
+    with write_folder(path) as new:
+        (new / "inner").mkdir()
+        (new / "inner/new").write_text("2")
+        assert os.listdir(path) == ["old"], "until it is whole, the old one stands"
+    assert os.listdir(path) == ["inner"] and (path / "inner/new").read_text() == "2"
+    assert os.listdir(path.parent) == ["a"]
+
+
+@pytest.mark.parametrize("where", ["inside", "fsync"])
+def test_a_folder_that_cannot_be_written_leaves_the_old_one_and_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    path = tmp_path / "a"
+    with write_folder(path) as new:
+        (new / "old").write_text("1")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "refused")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="refused"), write_folder(path) as new:
+        (new / "new").write_text("2")
+        if where == "inside":
+            refuse()
+        patch.setattr(os, "fsync", refuse)
+    assert os.listdir(tmp_path) == ["a"] and os.listdir(path) == ["old"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -1,14 +1,11 @@
 """Checkpoints: weights and optimiser state, written whole or not at all, read back bit for bit.
 
-A folder is first written under a temporary name, synced, then renamed; every file carries a
-checksum. Must not know what the numbers mean.
+Every file carries a checksum. Must not know what the numbers mean.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from surefoot.core.errors import StorageError
 from surefoot.learner.learner import Learner
 from surefoot.policy.forward import base_of
+from surefoot.runs.files import write_folder
 
 _WEIGHTS, _OPTIMIZER, _STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 _VALUE_HEAD = "value_head.safetensors"
@@ -53,35 +51,26 @@ def save(
 
     Without ``optimizer`` only the policy's weights are kept: what evaluation needs.
     """
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(named_weights(learner.model), str(temporary / _WEIGHTS))
-        if optimizer:
-            _save_progress(temporary, "", learner)
-            for name, companion in companions.items():
-                model = companion.model if isinstance(companion, Learner) else companion
-                save_file(named_weights(model), str(temporary / f"{name}.{_WEIGHTS}"))
-                if isinstance(companion, Learner):
-                    _save_progress(temporary, f"{name}.", companion)
-        updates = {name: item.updates for name, item in companions.items() if isinstance(item, Learner)}
-        files = {item.name: _checksum(item) for item in sorted(temporary.iterdir())}
-        record = {
-            "schema": _SCHEMA,
-            "updates": learner.updates,
-            "companion_updates": updates,
-            "files": files,
-            "state": dict(state),
-        }
-        (temporary / _STATE).write_text(json.dumps(record, indent=1))
-        for item in temporary.iterdir():
-            _sync(item)
-        shutil.rmtree(path, ignore_errors=True)
-        os.rename(temporary, path)
-        _sync(path.parent)
+        with write_folder(path) as folder:
+            save_file(named_weights(learner.model), str(folder / _WEIGHTS))
+            if optimizer:
+                _save_progress(folder, "", learner)
+                for name, companion in companions.items():
+                    model = companion.model if isinstance(companion, Learner) else companion
+                    save_file(named_weights(model), str(folder / f"{name}.{_WEIGHTS}"))
+                    if isinstance(companion, Learner):
+                        _save_progress(folder, f"{name}.", companion)
+            updates = {name: item.updates for name, item in companions.items() if isinstance(item, Learner)}
+            record = {
+                "schema": _SCHEMA,
+                "updates": learner.updates,
+                "companion_updates": updates,
+                "files": {item.name: _checksum(item) for item in sorted(folder.iterdir())},
+                "state": dict(state),
+            }
+            (folder / _STATE).write_text(json.dumps(record, indent=1))
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(
             f"checkpoint {path} could not be written: {error}; earlier ones are whole"
         ) from error
@@ -195,11 +184,3 @@ def _checksum(file: Path) -> list[int]:
             crc = zlib.crc32(block, crc)
             total += len(block)
     return [total, crc]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -331,12 +331,10 @@ def load(name_or_path: str | Path, *, dtype: str = "float32", cache: Path | None
 
 
 def load_classifier(folder: Path) -> LoadedModel:
-    """A reward model's folder: a sequence classifier with one output and its tokenizer, in float32.
+    """The sequence classifier and tokenizer of a reward model's folder, in float32.
 
-    Raises ``ModelError`` as :func:`load`, and for a folder that holds anything else.
+    That it has one output, ``read_record`` has checked. Raises ``ModelError`` as :func:`load`.
     """
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model folder {folder}: there is no config.json in it")
     return _load(str(folder), str(folder), folder, "float32", classifier=True)
 
 
@@ -353,8 +351,6 @@ def _load(
 
         config = AutoConfig.from_pretrained(location)
         _refuse_unservable(config, name)
-        if classifier and config.num_labels != 1:
-            raise ModelError(f"model {name!r}: it has {config.num_labels} outputs; a reward model has 1")
         _silence_dropout(config)
         tokenizer = AutoTokenizer.from_pretrained(location)
         kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from surefoot.core.seeds import derive
 from surefoot.core.types import Int32, Segment
 from surefoot.policy.forward import base_of, install
 from surefoot.policy.models import LoadedModel, load_classifier, no_progress_bar
-from surefoot.runs.files import sync_directory
+from surefoot.runs.files import write_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,22 +101,13 @@ def classifier_of(policy: LoadedModel, *, seed: int) -> LoadedModel:
 
 def save_reward_model(folder: Path, loaded: LoadedModel, record: RewardModelRecord) -> None:
     """Write the folder whole or not at all, in place of an older one. Raises StorageError."""
-    temporary = folder.with_name(f".{folder.name}.partial")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        with no_progress_bar():
-            loaded.model.save_pretrained(str(temporary))
-        loaded.tokenizer.save_pretrained(str(temporary))
-        (temporary / RECORD).write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1))
-        for item in temporary.iterdir():
-            with item.open("rb") as stream:
-                os.fsync(stream.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
-        sync_directory(folder.parent)
+        with write_folder(folder) as new:
+            with no_progress_bar():
+                loaded.model.save_pretrained(str(new))
+            loaded.tokenizer.save_pretrained(str(new))
+            (new / RECORD).write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1))
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(f"reward model {folder} could not be written: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Durable writes: whole files that appear at once, and line files that survive a kill at any byte.
+"""Durable writes: whole files and folders that appear at once, line files that survive a kill at any byte.
 
 This module must not know what the files mean.
 """
@@ -9,8 +9,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,28 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         sync_directory(path.parent)
     except OSError as error:
         raise _storage_error(path, error) from error
+
+
+@contextlib.contextmanager
+def write_folder(path: Path) -> Generator[Path]:
+    """A new folder to write into, which takes the place of ``path`` at the end, synced and whole.
+
+    Whatever is raised while it is written goes through, and ``path`` is then as it was. A kill leaves a
+    hidden folder beside it, which the next write removes.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for item in (*temporary.rglob("*"), temporary):
+            _sync(item)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
+        sync_directory(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -104,7 +127,11 @@ def remove(path: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make renames and new names in a directory durable. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    handle = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(handle)
     finally:
