@@ -12,6 +12,7 @@ from surefoot.audit.monitors import ForgedTags
 from surefoot.core.errors import ConfigError, SignalError
 from surefoot.policy.rendering import make_codec
 from surefoot.policy.scratch import build_scratch
+from surefoot.report.page import write_report
 from surefoot.runs.files import read_json_lines
 from surefoot.training.config import parse_config
 from surefoot.training.run import start_run
@@ -54,10 +55,21 @@ def test_a_second_verifier_that_disagrees_is_an_event_and_changes_no_weight(tmp_
     assert "verifier_gap" in {e["monitor"] for e in events}
     ours, theirs = (read_json_lines(p / "metrics.jsonl") for p in (plain, watched))
     for a, b in zip(ours, theirs, strict=True):
-        assert {k: v for k, v in a.items() if k != "monitor_events"} == {
-            k: v for k, v in b.items() if k != "monitor_events"
+        assert {k: v for k, v in a.items() if not k.startswith("monitor_")} == {
+            k: v for k, v in b.items() if not k.startswith("monitor_")
         }
-    assert all("monitor_events" not in m for m in theirs if m["arm"] == "permuted")
+    assert not any(k.startswith("monitor_") for m in theirs if m["arm"] == "permuted" for k in m)
+    steps = [m for m in theirs if m["arm"] == "treatment" and m["stage"] == "rl"]
+    alarms = [e for e in events if e["monitor"] == "verifier_gap"]
+    assert [(e["step"], e["value"]) for e in alarms] == [
+        (m["step"], m["monitor_verifier_gap"]) for m in steps if m["monitor_verifier_gap"] > 0.1
+    ]
+    assert all(m["monitor_verifier_gap"] is None for m in ours if "monitor_verifier_gap" in m)
+    page = write_report(watched).read_text(encoding="utf-8")
+    assert (
+        "Reward above the held-out verifier" in page
+        and "above the held-out verifier" in alarms[-1]["message"]
+    )
 
 
 def test_a_monitor_may_stop_the_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 
 from surefoot.core.errors import ModelError
 from surefoot.policy.models import load_tokenizer
-from surefoot.report import costs, episodes, measures, training_curves
+from surefoot.report import costs, episodes, measures, monitors, training_curves
 from surefoot.report.facts import Facts, Record, read_facts
 from surefoot.report.figures import number
 from surefoot.report.html import Html, h, join, json_script, raw, table
@@ -26,6 +26,7 @@ _SECTIONS: Final = (
     ("learning", "Learning curves"),
     ("efficiency", "Efficiency"),
     ("optimisation", "Optimisation"),
+    ("monitors", "Monitors"),
     ("cost", "Cost"),
     ("signal", "Signal and events"),
     ("settings", "Settings"),
@@ -57,6 +58,7 @@ def render(facts: Facts) -> str:
             training_curves.learning(facts),
             measures.efficiency(facts, training_curves.calls(facts)),
             training_curves.optimisation(facts),
+            monitors.monitors(facts),
             costs.cost(facts),
             training_curves.signal(facts),
             costs.settings(facts),

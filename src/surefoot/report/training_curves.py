@@ -30,7 +30,8 @@ def _style(arm: str) -> int:
     return _STYLES.get(arm, _OTHER_STYLE)
 
 
-def _value(line: Record, key: str) -> float | None:
+def value_of(line: Record, key: str) -> float | None:
+    """A finite number of a metrics line, else None."""
     value = line.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -67,7 +68,7 @@ def _episodes(facts: Facts, line: Record) -> int:
     return max(0, played - int(line.get("unscored") or 0))
 
 
-def _figure(title: str, series: list[Series], **options: Any) -> Html | None:
+def figure(title: str, series: list[Series], **options: Any) -> Html | None:
     """A small chart with its title, None without data."""
     if not series:
         return None
@@ -87,8 +88,9 @@ def _large(title: str, series: list[Series], **options: Any) -> Html | None:
     )
 
 
-def _multiples(*figures: Html | None, class_: str = "multiples") -> Html | None:
-    shown = [figure for figure in figures if figure is not None]
+def multiples(*figures: Html | None, class_: str = "multiples") -> Html | None:
+    """Charts side by side; None without any."""
+    shown = [one for one in figures if one is not None]
     return h("div", *shown, class_=class_) if shown else None
 
 
@@ -98,8 +100,8 @@ def _arm_legend(facts: Facts) -> Html:
 
 def learning(facts: Facts) -> Html:
     """Success and return of the sampled training episodes."""
-    success = _series(facts, lambda line: _value(line, "success"), bands=True)
-    returns = _series(facts, lambda line: _value(line, "return_mean"))
+    success = _series(facts, lambda line: value_of(line, "success"), bands=True)
+    returns = _series(facts, lambda line: value_of(line, "return_mean"))
     if not (success or returns):
         return section("learning", "Learning curves", empty(_NO_STEPS))
     text = (
@@ -111,7 +113,7 @@ def learning(facts: Facts) -> Html:
         "learning",
         "Learning curves",
         _arm_legend(facts),
-        _multiples(
+        multiples(
             _large("Success per step", success, y_range=(0.0, 1.0)),
             _large("Mean return per step", returns),
             class_="pair-of-charts",
@@ -122,13 +124,13 @@ def learning(facts: Facts) -> Html:
 
 def calls(facts: Facts) -> Html:
     """Call rates per step."""
-    needed = _series(facts, lambda line: _value(line, "call_rate_needed"))
-    needless = _series(facts, lambda line: _value(line, "call_rate_not_needed"))
-    overall = _series(facts, lambda line: _value(line, "tool_calls"))
-    shown = _multiples(
-        _figure("Call rate when a call is needed", needed, y_range=(0.0, 1.0)),
-        _figure("Call rate when none is needed", needless, y_range=(0.0, 1.0)),
-        _figure("Tool calls per episode", overall),
+    needed = _series(facts, lambda line: value_of(line, "call_rate_needed"))
+    needless = _series(facts, lambda line: value_of(line, "call_rate_not_needed"))
+    overall = _series(facts, lambda line: value_of(line, "tool_calls"))
+    shown = multiples(
+        figure("Call rate when a call is needed", needed, y_range=(0.0, 1.0)),
+        figure("Call rate when none is needed", needless, y_range=(0.0, 1.0)),
+        figure("Tool calls per episode", overall),
     )
     return join(_arm_legend(facts), shown) if shown is not None else empty(_NO_STEPS)
 
@@ -151,24 +153,24 @@ _OPTIMISATION = (
 
 def optimisation(facts: Facts) -> Html:
     """Entropy, gradients, mismatch, and the cold start's loss."""
-    figures = [_figure(title, _series(facts, _reader(key))) for key, title in _OPTIMISATION]
+    figures = [figure(title, _series(facts, _reader(key))) for key, title in _OPTIMISATION]
     cold = [
         (float(line["step"]), value)
         for arm in dict.fromkeys(line["arm"] for line in facts.metrics)
         for line in facts.steps(str(arm), ("sft",))
-        if (value := _value(line, "loss")) is not None
+        if (value := value_of(line, "loss")) is not None
     ]
     figures.append(
-        _figure("Cold start: loss (nats per token)", [Series("cold start", 0, tuple(cold))] if cold else [])
+        figure("Cold start: loss (nats per token)", [Series("cold start", 0, tuple(cold))] if cold else [])
     )
-    shown = _multiples(*figures)
+    shown = multiples(*figures)
     missing = "No training step has been taken yet (metrics.jsonl)."
     legend = _arm_legend(facts) if facts.arms else None
     return section("optimisation", "Optimisation", legend if shown else None, shown or empty(missing))
 
 
 def _reader(key: str) -> Callable[[Record], float | None]:
-    return lambda line: _value(line, key)
+    return lambda line: value_of(line, key)
 
 
 # -------------------- signal
@@ -179,10 +181,10 @@ def signal(facts: Facts) -> Html:
     dead = _series(facts, _dead_share)
     unscored = _series(facts, _reader("unscored"))
     advantage = _series(facts, _reader("advantage_abs_mean"))
-    shown = _multiples(
-        _figure("Share of groups without signal", dead, y_range=(0.0, 1.0)),
-        _figure("Mean absolute advantage", advantage),
-        _figure("Unscored episodes per step", unscored)
+    shown = multiples(
+        figure("Share of groups without signal", dead, y_range=(0.0, 1.0)),
+        figure("Mean absolute advantage", advantage),
+        figure("Unscored episodes per step", unscored)
         if any(y for s in unscored for _, y in s.points)
         else None,
     )
@@ -203,7 +205,7 @@ def signal(facts: Facts) -> Html:
 
 
 def _dead_share(line: Record) -> float | None:
-    dead, groups = _value(line, "dead_groups"), _value(line, "groups")
+    dead, groups = value_of(line, "dead_groups"), value_of(line, "groups")
     return dead / groups if dead is not None and groups else None
 
 

@@ -52,8 +52,11 @@ class Watch:
             stop_on=settings.stop_on,
         )
 
-    def look(self, step: int, groups: Sequence[Group]) -> int:
-        """Observe a step; returns the number of events. Raises SignalError for one that stops the run."""
+    def look(self, step: int, groups: Sequence[Group]) -> dict[str, float | None]:
+        """Observe a step; metrics: the number of events, and what each monitor came to.
+
+        Raises SignalError for an event that stops the run.
+        """
         events = self.monitors.observe(Observed(step, tuple(groups), self._second_opinion(groups)))
         for event in events:
             self.session.run.event("monitor", monitor=event.kind, **event.fields())
@@ -61,7 +64,8 @@ class Watch:
         stop = self.monitors.stops(events)
         if stop is not None:
             raise SignalError(f"monitors.stop_on: {stop.kind} at step {step}: {stop.message}")
-        return len(events)
+        values = {f"monitor_{kind}": value for kind, value in self.monitors.values().items()}
+        return {"monitor_events": len(events), **values}
 
     def _second_opinion(self, groups: Sequence[Group]) -> Mapping[str, float]:
         if self.held_out is None:
