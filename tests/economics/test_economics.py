@@ -220,7 +220,7 @@ def test_a_budget_stops_at_its_limit_and_names_it() -> None:
     for budget, message in (
         (Budget(tokens=999), r"budget\.tokens is used up: 999 of 999"),
         (Budget(usd=0.5), r"budget\.usd is used up: 0\.5 of 0\.5"),
-        (Budget(wall_seconds=9.5), r"budget\.wall_seconds is used up: 10 of 9\.5"),
+        (Budget(wall_seconds=9.5), r"budget\.wall is used up: 10 of 9\.5 seconds"),
     ):
         with pytest.raises(BudgetReached, match=message):
             budget.check(used)

@@ -50,11 +50,11 @@ def test_write_folder_replaces_the_whole_folder_and_what_a_kill_left(tmp_path: P
     assert os.listdir(path.parent) == ["a"]
 
 
-@pytest.mark.parametrize("where", ["inside", "fsync"])
+@pytest.mark.parametrize("where", ["inside", "fsync", "rename"])
 def test_a_folder_that_cannot_be_written_leaves_the_old_one_and_no_temporary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    path = tmp_path / "a"
+    path, aside = tmp_path / "a", tmp_path / ".a.old"
     with write_folder(path) as new:
         (new / "old").write_text("1")
 
@@ -65,7 +65,10 @@ def test_a_folder_that_cannot_be_written_leaves_the_old_one_and_no_temporary(
         (new / "new").write_text("2")
         if where == "inside":
             refuse()
-        patch.setattr(os, "fsync", refuse)
+        if where == "fsync":
+            patch.setattr(os, "fsync", refuse)
+        rename = os.rename
+        patch.setattr(os, "rename", lambda a, b: refuse() if b == path and a != aside else rename(a, b))
     assert os.listdir(tmp_path) == ["a"] and os.listdir(path) == ["old"]
 
 

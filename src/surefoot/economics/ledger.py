@@ -262,7 +262,9 @@ class Budget:
         for name, limit in self._limits():
             used = getattr(totals, name)
             if used >= limit:
-                raise BudgetReached(f"budget.{name} is used up: {_shown(used)} of {_shown(limit)}")
+                key, _, unit = name.partition("_")  # as the recipe names it
+                amounts = f"{_shown(used)} of {_shown(limit)} {unit}".rstrip()
+                raise BudgetReached(f"budget.{key} is used up: {amounts}")
 
     def remaining(self, totals: Totals) -> dict[str, float]:
         """What is left under each limit that is set, never below 0."""

@@ -46,22 +46,27 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def write_folder(path: Path) -> Generator[Path]:
     """A new folder to write into, which takes the place of ``path`` at the end, synced and whole.
 
-    Whatever is raised while it is written goes through, and ``path`` is then as it was. A kill leaves a
-    hidden folder beside it, which the next write removes.
+    Whatever is raised goes through, and ``path`` is then as it was. A kill leaves hidden folders beside it,
+    which the next write removes; only between two renames is there neither the old folder nor the new one.
     """
-    temporary = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, aside = (path.with_name(f".{path.name}.{end}") for end in ("partial", "old"))
+    for left in (temporary, aside):
+        shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
         for item in (*temporary.rglob("*"), temporary):
             _sync(item)
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # a first write
+            os.rename(path, aside)
         os.rename(temporary, path)
         sync_directory(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        if aside.exists() and not path.exists():
+            os.rename(aside, path)
         raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
