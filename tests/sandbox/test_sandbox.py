@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -355,6 +356,74 @@ def test_killing_the_harness_or_the_fork_server_leaves_nothing(victim: str, tmp_
             return
         time.sleep(0.02)
     raise AssertionError("the fork server is still there")
+
+
+# -------------------- the child that is set up in advance
+
+_CONFINED = """
+import os, resource
+print(sorted(os.listdir('/proc/self/fd')), os.getpid(), sorted(os.listdir('/proc')), os.listdir('.'))
+print({n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith('RLIMIT_')})
+print([l for l in open('/proc/self/status') if l.startswith(('Cap', 'Seccomp', 'NoNewPrivs', 'Uid', 'Gid'))])
+print(open('/proc/self/oom_score_adj').read(), len(list(open('/proc/self/mountinfo'))), dict(os.environ))
+"""
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def _spare(one: Held, *, other_than: int = 0) -> int:
+    """The child that waits in an idle fork server."""
+    (server,) = _children(one.sandbox._servers[-1].pid)
+    for _ in range(250):
+        waiting = [pid for pid in _children(server) if pid != other_than]
+        if len(waiting) == 1:
+            return waiting[0]
+        time.sleep(0.02)
+    raise AssertionError(f"children of the fork server: {_children(server)}")
+
+
+def test_a_child_set_up_in_advance_is_used_once_and_confined_like_a_fresh_one() -> None:
+    with held() as one:
+        fresh = one.run(_CONFINED)
+        first = _spare(one)
+        prepared = one.run(_CONFINED)
+        assert prepared.stdout == fresh.stdout and fresh.status is Status.OK, prepared.stderr
+        assert _spare(one, other_than=first) != first
+        assert one.run("open('left', 'w')").status is Status.OK
+        assert one.run("import os\nprint(os.listdir('.'))").stdout == "[]\n"
+
+
+def test_a_child_set_up_in_advance_is_not_used_for_other_limits() -> None:
+    write = "open('a', 'wb').write(bytes(3 << 20))"
+    with held() as one:
+        for megabytes, status in ((8, Status.OK), (2, Status.ERROR), (8, Status.OK), (2, Status.ERROR)):
+            assert one.run(write, limits=replace(SMALL, files_mb=megabytes)).status is status
+            _spare(one)
+
+
+def test_a_child_set_up_in_advance_that_dies_harms_nobody_and_leaves_nothing_open() -> None:
+    with held() as one:
+        one.run("1")
+        last = _spare(one)
+        (server,) = _children(one.sandbox._servers[-1].pid)
+        open_before = len(os.listdir(f"/proc/{server}/fd"))
+        for number in range(8):
+            os.kill(last, signal.SIGKILL)
+            if number % 2:
+                time.sleep(0.05)
+                assert one.run(f"{number}").value == str(number)
+            else:  # dead before the hand-over, or after it: then no code has run, and that is said
+                with contextlib.suppress(SandboxFault):
+                    assert one.run(f"{number}").value == str(number)
+            last = _spare(one, other_than=last)
+        assert len(os.listdir(f"/proc/{server}/fd")) == open_before
 
 
 def test_probe_names_the_strongest_tier_and_its_gaps() -> None:

@@ -267,6 +267,8 @@ class CanaryAccess(Monitor):
                 raise ConfigError(f"canary {given!r} has {len(bare)} letters and digits; it needs {_LEAST}")
 
     def _look(self, seen: Observed) -> MonitorEvent | None:
+        if not self._canaries and self._where is None:
+            return None
         found: list[str] = []
         for group, trajectory in seen.pairs():
             own = tuple(_bare(item) for item in self._where(group)) if self._where else ()

@@ -201,9 +201,10 @@ class Codec:
         parsed = self._read(ids, finish is Finish.STOP, tools)
         calls = () if parsed.cut else parsed.calls
         named = (ToolCall(f"call_{offset + i}", name, values) for i, (name, values) in enumerate(calls))
-        stray = self._plain.stray(ids) if self._hermes else []
-        strays = tuple(MalformedCall(token, "a special token inside a turn") for token in stray)
-        return Action(parsed.text, tuple(named), (*parsed.malformed, *strays), finish)
+        malformed = parsed.malformed
+        if stray := self._plain.stray(ids) if self._hermes else []:
+            malformed += (MalformedCall(" ".join(stray), "a special token inside a turn"),)
+        return Action(parsed.text, tuple(named), malformed, finish)
 
     def encode_action(self, action: Action, *, tools: Sequence[Tool] = ()) -> Int32:
         """int32[K]: what a policy would have sampled for ``action``, stop token included unless cut.

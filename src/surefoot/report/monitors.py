@@ -36,7 +36,8 @@ def monitors(facts: Facts) -> Html:
         "Each watches the treatment's training episodes for one way in which a reward can be earned without "
         "the task. An alarm is a reason to read the episodes that it names, not a proof. No monitor feeds "
         "the reward: a policy that is trained against its monitor learns to hide. A monitor without a chart "
-        "had nothing to go by, for example no held-out verifier."
+        "had nothing to go by, for example no held-out verifier. tool_farming alarms only while success does "
+        "not rise, sudden_improvement only beyond three standard deviations of the steps before."
     )
     legend = charts.legend([("treatment", _STYLE), ("limit", _LIMIT_STYLE)])
     return section(

@@ -47,9 +47,11 @@ def write_folder(path: Path) -> Generator[Path]:
     """A new folder to write into, which takes the place of ``path`` at the end, synced and whole.
 
     Whatever is raised goes through, and ``path`` is then as it was. A kill leaves hidden folders beside it,
-    which the next write removes; only between two renames is there neither the old folder nor the new one.
+    which the next write removes, or puts back where the kill came between the two renames at the end.
     """
     temporary, aside = (path.with_name(f".{path.name}.{end}") for end in ("partial", "old"))
+    if aside.exists() and not path.exists():  # a kill came between the renames
+        os.rename(aside, path)
     for left in (temporary, aside):
         shutil.rmtree(left, ignore_errors=True)
     try:

@@ -26,7 +26,7 @@ class Group:
     def __init__(self, folders: Sequence[Path], memory: int) -> None:
         self.memory = memory
         self._folders = tuple(folders)
-        self._counter = -1
+        self._counter: int | None = None  # of the file that counts kills; -1 once the group is removed
 
     def take(self, pid: int) -> None:
         """Put a process, and so what it will start, into the group. Raises OSError."""
@@ -37,19 +37,20 @@ class Group:
         """How many processes of the group the kernel has killed for its memory so far."""
         # Asked before every execution and turn, so the file stays open.
         for name in ("memory.events", "memory.oom_control"):
-            if self._counter < 0:
-                with contextlib.suppress(FileNotFoundError):
+            if self._counter is None:
+                with contextlib.suppress(OSError):
                     self._counter = os.open(self._folders[0] / name, os.O_RDONLY | os.O_CLOEXEC)
-        if self._counter < 0:
+        try:
+            lines = os.pread(-1 if self._counter is None else self._counter, 4096, 0).splitlines()
+        except OSError:  # a kernel that does not count, or the group has gone
             return 0
-        lines = os.pread(self._counter, 4096, 0).splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(b"oom_kill "))
 
     def remove(self) -> None:
         """Remove the group once its last process has gone; what resists is left to the next start."""
-        if self._counter >= 0:
-            os.close(self._counter)
-            self._counter = -1
+        counter, self._counter = self._counter, -1
+        if counter is not None and counter >= 0:
+            os.close(counter)
         deadline = time.monotonic() + _REMOVE_SECONDS
         for folder in self._folders:
             while folder.is_dir():

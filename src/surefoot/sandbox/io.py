@@ -75,13 +75,13 @@ class Collector:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(fd, self._read)
         self._watching = True
-        self.renew(cap, on_excess)
-
-    def renew(self, cap: int, on_excess: Callable[[], None]) -> None:
-        """Begin anew, with what came since the last time dropped."""
-        self._kept = bytearray()
         self._cap = cap
         self._on_excess = on_excess
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, with what came since the last time dropped."""
+        self._kept = bytearray()
         self.excess = False
 
     def _read(self) -> bool:

@@ -234,12 +234,18 @@ class _Seat:
 
     async def _until(self, ready: Callable[[], bool], seconds: float) -> None:
         """Until ``ready``, the end of this process or of the whole tree is told, or ``seconds`` are over."""
-        deadline, ended = self._loop.time() + seconds, self.tree.ended
-        timer = self._loop.call_at(deadline, self._stir)
+        ended, over = self.tree.ended, False
+
+        def end() -> None:
+            nonlocal over
+            over = True
+            self._stir()
+
+        timer = self._loop.call_later(seconds, end)
         if ended is not None:
             ended.add_done_callback(self._stir)
         try:
-            while self.alive and not ready() and self._loop.time() < deadline:
+            while self.alive and not over and not ready():
                 self._news = self._loop.create_future()
                 await self._news
         finally:
@@ -260,12 +266,12 @@ class _Seat:
 
     async def turn(self, job: Job, seconds: float) -> Result:
         async with self._lock:
-            self._kills = memory_kills(self.tree.server)
             if not self.alive:
                 return await self._dead(0.0, Status.KILLED)
+            self._kills = memory_kills(self.tree.server)
             for collector in (self.outputs.stdout, self.outputs.stderr):
                 collector.take()
-                collector.renew(self.limits.output_bytes, self._stir)
+                collector.renew()
             begun = time.monotonic()
             fd = job.payload()
             try:

@@ -140,7 +140,7 @@ class RlTraining:
         metrics = {**self._signal(batch), **learned}
         self.session.spent(unit, began, cpu, trained=int(metrics["trained_tokens"]), phase="update")
         if self._watch is not None:
-            metrics |= self._watch.look(index, groups)
+            metrics |= self._watch.look(self.first_step + index, groups)
         return StepResult({**self._describe(groups), **metrics})
 
     def _unit(self, index: int, suffix: str = "") -> Unit:

@@ -73,9 +73,11 @@ class Zygote:
         self._free: list[int] = []
         self._slots = 0
         self._spare: _Spare | None = None
-        self._wanted: Mapping[str, Any] | None = None  # the limits of the last execution
+        self._spare_for: Mapping[str, Any] | None = None  # limits for which a spare is yet to be made
+        # A mounted tree must not lie under a child that waits: its files may be changed between executions.
+        self._spares = self._full and not config["tree"]
         # Each child notes the time when it is set up, then lets go of the page: the code cannot reach it.
-        self._ready = mmap.mmap(-1, max(8 * config["most"], _PAGE))
+        self._ready = mmap.mmap(-1, 8 * config["most"] + _PAGE)
         self._base = _memory_now()
         self._poll = select.epoll()
         self._poll.register(_CONTROL, select.EPOLLIN)
@@ -86,9 +88,9 @@ class Zygote:
     def serve(self) -> None:
         """Until the harness closes the socket or ends."""
         while True:
-            events = self._poll.poll(0 if self._wanted else self._patience())
-            if not events and self._wanted:
-                self._prepare_spare(self._wanted)
+            events = self._poll.poll(0 if self._spare_for else self._patience())
+            if not events and self._spare_for:
+                self._make_spare(self._spare_for)
             for fd, _ in events:
                 if fd == _PARENT:
                     return
@@ -144,7 +146,7 @@ class Zygote:
     def _hand_over(self, order: Mapping[str, Any], fds: list[int]) -> bool:
         """Give an execution to the spare, if that has its limits, and see that there will be another."""
         spare, limits = self._spare, order["limits"]
-        self._wanted = limits if self._full else None
+        self._spare_for = limits if self._spares else None
         if spare is None or spare.child.limits != limits:
             return False
         self._spare = None
@@ -160,13 +162,14 @@ class Zygote:
         self._numbers[one.number] = one.pidfd
         return True
 
-    def _prepare_spare(self, limits: Mapping[str, Any]) -> None:
+    def _make_spare(self, limits: Mapping[str, Any]) -> None:
         """Set up a child for the next execution while there is nothing else to do."""
-        self._wanted = None
+        self._spare_for = None
         if self._spare is not None:
             if self._spare.child.limits == limits:
                 return
-            self._spare.socket.close()  # it ends
+            self._kill(self._spare.child, "unwanted")
+            self._spare.socket.close()
             self._spare = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -179,9 +182,9 @@ class Zygote:
         self, limits: Mapping[str, Any], fds: list[int], *, number: int = 0, session: bool = False
     ) -> _Child:
         """Fork a child. Without a number it is a spare, and ``fds`` are the socket it waits on."""
+        if len(self._numbers) >= self._config["most"]:
+            raise OSError(f"more than {len(self._numbers)} executions and sessions at a time")
         slot = self._free.pop() if self._free else self._slots
-        if slot >= self._config["most"]:
-            raise OSError(f"more than {slot} executions and sessions at a time")
         self._slots = max(self._slots, slot + 1)
         _TIME.pack_into(self._ready, 8 * slot, 0.0)
         self._count_others()
@@ -216,12 +219,10 @@ class Zygote:
         """Never returns."""
         code = _SETUP_FAILED
         try:
-            extra = None  # the keeper's socket, or the one that a spare waits on
-            if session or spare:
-                extra = socket.socket(fileno=os.dup2(fds.pop(), _EXTRA))
+            extra = socket.socket(fileno=os.dup2(fds.pop(), _EXTRA)) if session or spare else None
             if not spare:
                 child.take_places(fds)
-            code = self._prepare(limits, slot, extra, session=session)
+            code = self._prepare(limits, slot, extra if session else None, extra if spare else None)
         except BaseException as error:
             if self._ready.closed:
                 code = 1
@@ -233,8 +234,13 @@ class Zygote:
                 os._exit(code)
 
     def _prepare(
-        self, given: Mapping[str, Any], slot: int, extra: socket.socket | None, *, session: bool
+        self,
+        given: Mapping[str, Any],
+        slot: int,
+        control: socket.socket | None,
+        waiting: socket.socket | None,
     ) -> int:
+        # control: of a session's keeper. waiting: where a spare will get its descriptors.
         limits, config = dict(given), self._config
         limits["processes"] += self._others()
         folder, uid = self._folder(slot), config["uid"] + 1 + slot
@@ -245,31 +251,30 @@ class Zygote:
             for path in (folder, *places.values()):
                 os.chown(path, uid, uid)
         os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
-        if session and extra is not None:
+        if control is not None:
             child.close_others(_EXTRA)
             kernel.become_reaper()
             # All that can be made before the fork is, so that the two share its pages.
             folders = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
-            keeper, null = Keeper(extra, folders), os.open("/dev/null", os.O_RDWR)
+            keeper, null = Keeper(control, folders), os.open("/dev/null", os.O_RDWR)
             first = kernel.fork()
             if first:
                 return self._keep(keeper, first, null)
-            extra.close()
-            extra = None
+            control.close()
         # First: with hundreds of siblings their descriptors exceed the code's limit.
-        child.close_others(_EXTRA if extra is not None else child.PAYLOAD)
+        child.close_others(child.PAYLOAD if waiting is None else _EXTRA)
         jail.confine(config, limits, self._base, folder, uid)
-        if extra is not None:
-            message, fds, _, _ = socket.recv_fds(extra, 16, 8)
+        if waiting is not None:
+            message, fds, _, _ = socket.recv_fds(waiting, 16, 8)
             if not message:
                 return 0  # it is not wanted any more
             child.take_places(fds)
             child.close_others(child.PAYLOAD)
-            extra.detach()
+            waiting.detach()
         header, code, files = child.read_payload(child.PAYLOAD)
         _TIME.pack_into(self._ready, 8 * slot, time.monotonic())
         self._ready.close()
-        if session:
+        if control is not None:
             return child.Session(places, header).serve()
         return child.run_once(header, code, files)
 
