@@ -19,7 +19,7 @@ _TITLES = {
     "impossible_pass": "Impossible tasks that were passed (share)",
     "canary": "Episodes that wrote a canary",
     "forged_tag": "Episodes that forged a tag (share)",
-    "answer_entropy": "Entropy of answers, of right ones' (low is bad)",
+    "answer_entropy": "Entropy of answers over right ones' (low is bad)",
     "abstention": "Episodes that end without trying (share)",
     "length_growth": "Sampled tokens, times the first steps'",
     "tool_farming": "Tool calls, times the first steps'",
