@@ -131,5 +131,5 @@ def test_the_session_keeps_its_names_until_the_episode_ends(sandbox: None) -> No
 
 @pytest.mark.slow
 def test_the_environment_holds_its_promises(sandbox: None) -> None:
-    found = check_environment(Code, tasks=3, seconds=120.0)
+    found = check_environment(Code, tasks=5, seconds=120.0)
     assert found.ok, [item for item in found.items if item.ok is False]
