@@ -65,7 +65,7 @@ def _chart(kind: str, lines: list[Record], limit: float) -> Html | None:
 
 def _alarms(events: list[Record]) -> Html:
     if not events:
-        return h("p", "No alarm.", class_="empty")
+        return empty("No alarm.")
     rows: list[list[Html | str]] = []
     for kind in dict.fromkeys(str(event.get("monitor")) for event in events):
         own = [event for event in events if str(event.get("monitor")) == kind]
