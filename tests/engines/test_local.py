@@ -131,6 +131,28 @@ def test_second_turn_computes_only_what_is_new(loaded: Any) -> None:
     assert turns[1][1].cached == turns[1][0] - 4
 
 
+def test_a_late_prompt_takes_over_what_held_prompts_begin_with(loaded: Any) -> None:
+    """Whatever they share with it: an opening, all of it, or more than all of it."""
+    sampling = Sampling(max_tokens=6)
+    held = prompt(1)
+    late = [prompt(2), np.append(held, np.int32(9)), held[:-3], prompt(3)[8:]]
+
+    async def run(engine: LocalEngine, prompts: list[Any]) -> list[Sample]:
+        requests = [SampleRequest(f"s{i}", tokens, sampling, (), 10 + i) for i, tokens in enumerate(prompts)]
+        return list(await asyncio.gather(*map(engine.sample, requests)))
+
+    async def after(engine: LocalEngine) -> list[Sample]:
+        await engine.sample(SampleRequest("held", held, sampling, (), 1))
+        return await run(engine, late)
+
+    found, alone = asyncio.run(after(engine_of(loaded))), asyncio.run(run(engine_of(loaded), late))
+    assert [sample.cached for sample in found] == [8, len(held), len(held) - 4, 0]
+    for tokens, ours, theirs in zip(late, found, alone, strict=True):
+        assert ours.cached + ours.prefilled == len(tokens)
+        assert (ours.tokens == theirs.tokens).all()
+        assert np.allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
 def test_greedy_takes_the_likeliest_token_with_logprob_zero(loaded: Any) -> None:
     ((tokens, turns),) = play(engine_of(loaded), [("s", prompt(2), 1)], Sampling(0.0, max_tokens=8), turns=1)
     start, sample = turns[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from surefoot.core.types import Int32
 from surefoot.policy.forward import base_of
-from surefoot.policy.trie import causal_mask
+from surefoot.policy.trie import causal_mask, common_prefix
 
 _GROW = 64
 
@@ -26,6 +26,7 @@ class PromptSlot:
     """A computed prompt. ``hidden``: float[d] of its last token.
 
     ``own`` counts the tokens that are its own: all, or those after the shared root when ``rooted``.
+    ``known``: how many had been computed for another prompt before.
     """
 
     tokens: Int32
@@ -33,6 +34,7 @@ class PromptSlot:
     slot: int = -1
     rooted: bool = False
     own: int = 0
+    known: int = 0
     sessions: set[str] = field(default_factory=lambda: set())
 
 
@@ -96,6 +98,12 @@ class Cache:
     def find(self, key: bytes) -> PromptSlot | None:
         """The computed prompt with exactly these token bytes."""
         return self._prompts.get(key)
+
+    def longest(self, tokens: Int32) -> tuple[PromptSlot | None, int]:
+        """The stored prompt that begins most like ``tokens``, and for how many of all but their last."""
+        shared = {p.slot: common_prefix(p.tokens, tokens[:-1]) for p in self._prompts.values()}
+        best = max(self._prompts.values(), key=lambda p: shared[p.slot], default=None)
+        return (best, shared[best.slot]) if best is not None else (None, 0)
 
     def set_root(self, tokens: Int32, keys: list[Tensor], values: list[Tensor]) -> None:
         """Let prompts share their common opening ``tokens`` (instructions, tools); only while empty."""

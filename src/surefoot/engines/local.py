@@ -210,26 +210,26 @@ class LocalEngine:
             prompt = self._cache.find(key)
             assert prompt is not None
             for i, turn in enumerate(group):
-                turn.cached = len(turn.request.tokens) if i else 0
-                turn.prefilled = 0 if i else len(turn.request.tokens)
+                turn.cached = len(prompt.tokens) if i else prompt.known
+                turn.prefilled = len(prompt.tokens) - turn.cached
                 turn.row = self._cache.attach(prompt, turn.request.session)
                 self._rows[turn.request.session] = turn.row
 
     def _compute_prompts(self, prompts: Sequence[Int32]) -> None:
-        trie = build_trie(prompts)
-        layout = _RecordingTrie(trie, self._cache.layers)
-        tokens, positions = torch.from_numpy(trie.tokens), torch.from_numpy(trie.positions)
-        hidden = hidden_states(self._model, tokens, positions, layout)
+        """Compute and store prompts, each shared run once, without what held prompts begin with as well."""
+        layout = _Prefill(build_trie(prompts), prompts, self._cache)
+        hidden = hidden_states(self._model, layout.tokens, layout.positions, layout)
         if self._cache.empty and len(prompts) > 1:
             shared = min(common_prefix(prompts[0], other) for other in prompts[1:])
-            first = torch.from_numpy(trie.places[0][:shared])
+            first = torch.from_numpy(layout.places[0][:shared])
             roots = [[x.index_select(1, first) for x in store] for store in (layout.keys, layout.values)]
             self._cache.set_root(prompts[0][:shared], *roots)
-        for prompt, place in zip(prompts, trie.places, strict=True):
+        for prompt, place, known in zip(prompts, layout.places, layout.known, strict=True):
             index = torch.from_numpy(place)
             keys = [k.index_select(1, index) for k in layout.keys]
             values = [v.index_select(1, index) for v in layout.values]
-            self._cache.add_prompt(PromptSlot(prompt, hidden[index[-1]].clone()), keys, values)
+            last = hidden[layout.computed_at[place[-1]]].clone()
+            self._cache.add_prompt(PromptSlot(prompt, last, known=known), keys, values)
 
     def _feed(self, rows: list[Row]) -> None:
         """Run the rows' waiting tokens through the model; each row then holds its last hidden state."""
@@ -310,14 +310,61 @@ class LocalEngine:
         return Finish.LENGTH if turn.limit == turn.request.sampling.max_tokens else Finish.CONTEXT
 
 
-class _RecordingTrie(TrieAttention):
-    """Trie attention that keeps every layer's keys and values for the cache."""
+class _Prefill(TrieAttention):
+    """Trie attention over prompts whose openings may be known from prompts that the cache holds.
 
-    def __init__(self, trie: Trie, layers: int) -> None:
+    ``tokens``, ``positions``: int64[M], those left to compute; ``computed_at``: int64[N], where among them
+    each token of the trie is; ``known``: tokens of each prompt that were found; ``keys``, ``values``: of
+    each layer, float[Hkv, N, D], all the trie's tokens once the model has run.
+    """
+
+    def __init__(self, trie: Trie, prompts: Sequence[Int32], cache: Cache) -> None:
         super().__init__(trie)
-        self.keys: list[Tensor] = [torch.empty(0)] * layers
-        self.values: list[Tensor] = [torch.empty(0)] * layers
+        self.places = trie.places
+        donors = [cache.longest(prompt) for prompt in prompts]
+        self.known = [length for _, length in donors]
+        new = np.ones(len(trie), bool)
+        for place, length in zip(trie.places, self.known, strict=True):
+            new[place[:length]] = False
+        for place in trie.places:  # whose hidden state is wanted, also where it is inside a longer prompt
+            new[place[-1]] = True
+        self.computed_at = np.cumsum(new) - 1
+        self._new = torch.from_numpy(np.flatnonzero(new))
+        self.tokens, self.positions = (torch.from_numpy(x[new]) for x in (trie.tokens, trie.positions))
+        self.keys, self.values = ([torch.empty(0)] * cache.layers for _ in range(2))
+        if not new.all():
+            for store, into in ((cache.prompt_keys, self.keys), (cache.prompt_values, self.values)):
+                for layer in range(cache.layers):
+                    into[layer] = self._found(cache, store, layer, donors, len(trie))
+
+    def _found(
+        self,
+        cache: Cache,
+        store: list[Tensor],
+        layer: int,
+        donors: Sequence[tuple[PromptSlot | None, int]],
+        size: int,
+    ) -> Tensor:
+        out = torch.empty(cache.kv_heads, size, cache.head_dim)
+        for place, (donor, length) in zip(self.places, donors, strict=True):
+            if donor is not None:
+                whole = torch.cat(cache.prompt_parts(store, layer, donor), dim=1)
+                out[:, torch.from_numpy(place[:length])] = whole[:, :length]
+        return out
+
+    def runs(self) -> list[tuple[slice, list[slice]]]:
+        """As in the base class; those that ask are counted among the computed tokens."""
+        found: list[tuple[slice, list[slice]]] = []
+        for own, seen in super().runs():
+            asking = self.computed_at[own]
+            before = int(self.computed_at[own.start - 1]) + 1 if own.start else 0
+            if asking[-1] >= before:
+                found.append((slice(before, int(asking[-1]) + 1), seen))
+        return found
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self.keys[layer], self.values[layer] = k, v
-        return super().attend(layer, q, k, v, scale)
+        if len(self._new) == len(self.computed_at):
+            self.keys[layer], self.values[layer] = k, v
+        else:
+            self.keys[layer][:, self._new], self.values[layer][:, self._new] = k, v
+        return super().attend(layer, q, self.keys[layer], self.values[layer], scale)
