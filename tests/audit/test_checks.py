@@ -72,6 +72,28 @@ def test_sound_environment_passes_every_check() -> None:
     assert len(report.items) == 11
 
 
+class Counted(Sound):
+    """Knows how many of its episodes are open; each waits for a moment, so that others can begin."""
+
+    opened: ClassVar[set[int]] = set()
+    peak: ClassVar[int] = 0
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        Counted.opened.add(id(self))
+        Counted.peak = max(Counted.peak, len(Counted.opened))
+        await asyncio.sleep(0.001)
+        return await super().reset(task)
+
+    async def close(self) -> None:
+        Counted.opened.discard(id(self))
+        await super().close()
+
+
+def test_null_policies_play_some_episodes_at_a_time() -> None:
+    assert environment(Counted).ok
+    assert 1 < Counted.peak <= 8 and not Counted.opened
+
+
 def test_calculator_passes_every_check_with_nothing_skipped() -> None:
     report = check_environment(Calculator, tasks=4)
     assert report.ok, report

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import TypeVar
 
@@ -41,6 +42,7 @@ _SPLIT_TASKS = 50
 _CANARY_TEXT = "canary7f3a91c2e6"
 _CANARY_NUMBER = 918273645546372819
 _TIE = 1e-9
+_AT_ONCE = 8  # episodes: more than the cores, since many wait for a sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,21 @@ class _Check:
         if not found:
             raise DataError(f"{self.cls.name} has no {split} tasks of variant {variant!r}")
         return found
+
+    async def each(self, jobs: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+        """Do all jobs, some at a time as rollouts do; their results in order. The first failure ends all."""
+        slots = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(job: Callable[[], Awaitable[T]]) -> T:
+            async with slots:
+                return await job()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(job)) for job in jobs]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def value(self, reward: Reward, episode: Episode) -> float | Unscored:
         score = (await reward.score([episode], self.pool))[0]
@@ -281,7 +298,7 @@ class _EnvironmentCheck(_Check):
         for variant in self.cls.variants:
             tasks = self.tasks(variant, limit=max(self.count, _NULL_TASKS))
             for name, policy in (await self.nulls(tasks)).items():
-                hits = [await self.hit(reward, task, policy) for task in tasks]
+                hits = await self.each(partial(self.hit, reward, task, policy) for task in tasks)
                 calling = [
                     hit
                     for hit, task in zip(hits, tasks, strict=True)
@@ -381,14 +398,20 @@ class _RewardCheck(_Check):
             actions = self.cls.oracle(task)
             if actions is not None:
                 self.gold[task.id] = (await self.played(task, actions)).episode
-            for name, policy in nulls.items():
-                self.null.append((name, (await self.played(task, policy)).episode))
+            self.null += await self.named(task, nulls)
             other = next((item for item in tasks if item.reference != task.reference), task)
             shape, tools = answer_shape(self.cls, other), (await self.played(task, [])).tools
-            for name, script in hack_matrix(task, other, shape, gold_text(self.cls, task), tools).items():
-                self.hacked.append((name, (await self.played(task, script)).episode))
+            self.hacked += await self.named(
+                task, hack_matrix(task, other, shape, gold_text(self.cls, task), tools)
+            )
         kinds = len({name for name, _ in self.hacked})
         return True, f"{len(self.gold)} gold, {len(self.null)} null, {len(self.hacked)} of {kinds} hacks"
+
+    async def named(
+        self, task: Task, plays: Mapping[str, Sequence[Action] | Policy]
+    ) -> list[tuple[str, Episode]]:
+        played = await self.each(partial(self.played, task, actions) for actions in plays.values())
+        return [(name, item.episode) for name, item in zip(plays, played, strict=True)]
 
     async def check_gold(self) -> _Verdict:
         if not self.gold:
