@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from surefoot.core.errors import ConfigError
@@ -370,12 +371,7 @@ print(open('/proc/self/oom_score_adj').read(), len(list(open('/proc/self/mountin
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return found
+    return [one.pid for one in psutil.Process(pid).children()]
 
 
 def _spare(one: Held, *, other_than: int = 0) -> int:

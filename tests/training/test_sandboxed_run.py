@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from surefoot.runs.files import read_json_lines
@@ -60,18 +60,6 @@ def sandbox() -> None:
         pytest.skip(f"no sandbox tier works on this machine: {error}")
 
 
-def _below(pid: int) -> list[int]:
-    """All descendants of a process, the nearest first."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
-
-
 def _start(recipe: Path, out: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A run that has begun to train, and the processes of its sandbox."""
     command = [sys.executable, "-m", "surefoot.cli", "run", str(recipe), "--out", str(out), "--no-report"]
@@ -79,7 +67,7 @@ def _start(recipe: Path, out: Path) -> tuple[subprocess.Popen[bytes], list[int]]
     process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while process.poll() is None and not (out / "metrics.jsonl").exists():
         time.sleep(0.01)
-    return process, _below(process.pid)
+    return process, [one.pid for one in psutil.Process(process.pid).children(recursive=True)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

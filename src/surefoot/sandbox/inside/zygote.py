@@ -32,6 +32,9 @@ _WATCH_EVERY = 0.1
 _SETUP_FAILED = 113
 _ROOM_FOR_TASKS = 64
 _SETUP_SECONDS = 20.0
+# Set up at one time. More would share the processors, all be ready together, and leave them idle together.
+_SETTING_UP = 4 * (os.cpu_count() or 1)
+_LOOK_AGAIN = 0.002
 _TIME = struct.Struct("=d")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -69,6 +72,7 @@ class Zygote:
         # Those of them that have a deadline. Looking at idle sessions would change their pages here, of which
         # each child forked before has a copy.
         self._timed: dict[int, _Child] = {}
+        self._due = math.inf  # none of their deadlines is earlier
         self._numbers: dict[int, int] = {}  # execution number to pidfd
         self._free: list[int] = []
         self._slots = 0
@@ -79,6 +83,8 @@ class Zygote:
         # Each child notes the time when it is set up, then lets go of the page: the code cannot reach it.
         self._ready = mmap.mmap(-1, 8 * config["most"] + _PAGE)
         self._base = _memory_now()
+        self._setting_up: list[_Child] = []
+        self._taking = True
         self._poll = select.epoll()
         self._poll.register(_CONTROL, select.EPOLLIN)
         self._poll.register(_PARENT, select.EPOLLIN)
@@ -100,6 +106,7 @@ class Zygote:
                 elif fd in self._children:
                     self._ended(self._children[fd])
             self._look_after()
+            self._pace()
 
     def close(self) -> None:
         """Kill what runs and remove what it left; in the full tier the namespaces do it."""
@@ -112,8 +119,20 @@ class Zygote:
         shutil.rmtree(self._config["slots"], ignore_errors=True)
 
     def _patience(self) -> float:
-        wait = min((one.deadline for one in self._timed.values()), default=math.inf) - time.monotonic()
-        return max(0.0, min(wait, _WATCH_EVERY if self._busy() else 3600.0))
+        most = _WATCH_EVERY if self._busy() else 3600.0
+        return max(0.0, min(self._due - time.monotonic(), most if self._taking else _LOOK_AGAIN))
+
+    def _pace(self) -> None:
+        """Leave orders where they are while enough children are being set up."""
+        self._setting_up = [
+            one
+            for one in self._setting_up
+            if self._children.get(one.pidfd) is one and not self._set_up_at(one)
+        ]
+        taking = len(self._setting_up) < _SETTING_UP
+        if taking is not self._taking:
+            self._taking = taking
+            self._poll.modify(_CONTROL, select.EPOLLIN if taking else 0)
 
     def _busy(self) -> int:
         """Executions and sessions; the spare is neither."""
@@ -158,7 +177,7 @@ class Zygote:
         one = spare.child
         one.number, one.begun = order["id"], time.monotonic()
         one.deadline = one.begun + limits["seconds"]
-        self._timed[one.pidfd] = one
+        self._time(one)
         self._numbers[one.number] = one.pidfd
         return True
 
@@ -208,8 +227,9 @@ class Zygote:
         self._children[pidfd] = one
         if number:
             self._numbers[number] = pidfd
+            self._setting_up.append(one)
             if not session:
-                self._timed[pidfd] = one
+                self._time(one)
         self._poll.register(pidfd, select.EPOLLIN)
         return one
 
@@ -369,11 +389,18 @@ class Zygote:
 
     # ---- time and memory
 
+    def _time(self, one: _Child) -> None:
+        self._timed[one.pidfd] = one
+        self._due = min(self._due, one.deadline)
+
     def _look_after(self) -> None:
         now = time.monotonic()
-        for one in self._timed.values():
-            if now >= one.deadline and not one.reason:
-                self._overdue(one, now)
+        if now >= self._due:
+            for one in self._timed.values():
+                if now >= one.deadline and not one.reason:
+                    self._overdue(one, now)
+            waiting = (one.deadline for one in self._timed.values() if not one.reason)
+            self._due = min(waiting, default=math.inf)
         if self._busy() and now - self._watched >= _WATCH_EVERY and self._config["tier"] != "landlock":
             self._watched = now
             self._watch_memory()
