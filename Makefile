@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+LEAN := $(VENV)/.lean
 READY := $(VENV)/.ready
 PARITY := .parityvenv
 
@@ -20,18 +22,23 @@ help:
 	@echo "make docs    write the tables of docs/algorithms.md; check that documents and code agree"
 	@echo "make clean   remove .venv and caches (runs/ stays)"
 
-# torch goes first and alone, so that a build that is already there, or given by TORCH, is kept.
-$(READY): pyproject.toml constraints.txt
+# What training needs. torch goes first and alone, so that a build that is already there, or given by TORCH,
+# is kept.
+$(LEAN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Surefoot needs Python 3.11 or newer")'
 	@echo "Setting up $(VENV); the first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,lora,query,verify,judge,search,mcp,remote,dev]"
+	$(PIP) "$(TORCH)"
+	$(PIP) -e ".[train,query]"
+	@touch $(LEAN)
+
+$(READY): $(LEAN)
+	$(PIP) -e ".[train,lora,query,verify,judge,search,mcp,remote,dev]"
 	@touch $(READY)
 
 # An interrupted demo goes on; after a finished one the next begins in a fresh folder. The run ends by
 # printing the path of its report.
-demo: $(READY)
+demo: $(LEAN)
 	@out=runs/demo; n=1; resume=; \
 	while [ -e "$$out/verdict.json" ] && [ -e "$$out/report.html" ]; do n=$$((n + 1)); out=runs/demo-$$n; done; \
 	if [ -e "$$out/manifest.json" ]; then resume=--resume; fi; \

@@ -301,6 +301,24 @@ def test_the_oracle_is_stored_as_forced_tokens_and_solves_its_tasks(codec: Codec
         assert int(trajectory.segments[0].acted.sum()) == sum(t.stop - t.start for t in trajectory.turns) > 0
 
 
+def test_a_demonstration_of_its_own_is_played_instead_of_the_oracle_and_may_be_missing(codec: Codec) -> None:
+    tasks = list(Shelf.tasks("train", limit=3))
+
+    class Taught(Shelf):
+        @classmethod
+        def demonstration(cls, task: Task) -> list[Action] | None:
+            return None if task.id == tasks[1].id else [call("look"), *Shelf.oracle(task)]
+
+    rollouts = Rollouts(
+        Taught, codec, Script(codec, []), RewardSuite(Shelf.rewards), limits=Limits(), concurrency=2
+    )
+    groups = asyncio.run(rollouts.perform(tasks, name="d", hooks=Hooks()))
+    assert [group.task.id for group in groups] == [tasks[0].id, tasks[2].id]
+    for group in groups:
+        trajectory = group.trajectories[0]
+        assert len(trajectory.turns) == 3 and trajectory.value == 1.0
+
+
 def test_a_stop_signal_ends_episodes_as_budget_and_unscored(codec: Codec) -> None:
     engine = Script(codec, [answer("x")])
     rollouts = Rollouts(Shelf, codec, engine, RewardSuite(Shelf.rewards), limits=Limits(), concurrency=2)
