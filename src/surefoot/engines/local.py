@@ -331,26 +331,24 @@ class _Prefill(TrieAttention):
         self.computed_at = np.cumsum(new) - 1
         self._new = torch.from_numpy(np.flatnonzero(new))
         self.tokens, self.positions = (torch.from_numpy(x[new]) for x in (trie.tokens, trie.positions))
-        self.keys, self.values = ([torch.empty(0)] * cache.layers for _ in range(2))
-        if not new.all():
-            for store, into in ((cache.prompt_keys, self.keys), (cache.prompt_values, self.values)):
-                for layer in range(cache.layers):
-                    into[layer] = self._found(cache, store, layer, donors, len(trie))
+        self._whole = bool(new.all())
+        if self._whole:
+            self.keys, self.values = ([torch.empty(0)] * cache.layers for _ in range(2))
+        else:
+            self.keys, self.values = self._found(cache, donors)
 
-    def _found(
-        self,
-        cache: Cache,
-        store: list[Tensor],
-        layer: int,
-        donors: Sequence[tuple[PromptSlot | None, int]],
-        size: int,
-    ) -> Tensor:
-        out = torch.empty(cache.kv_heads, size, cache.head_dim)
+    def _found(self, cache: Cache, donors: Sequence[tuple[PromptSlot | None, int]]) -> list[list[Tensor]]:
+        """Keys and values of all layers, with those tokens filled in that a donor has."""
+        shape = (cache.kv_heads, len(self.computed_at), cache.head_dim)
+        found: list[list[Tensor]] = [[torch.empty(shape) for _ in range(cache.layers)] for _ in range(2)]
         for place, (donor, length) in zip(self.places, donors, strict=True):
-            if donor is not None:
-                whole = torch.cat(cache.prompt_parts(store, layer, donor), dim=1)
-                out[:, torch.from_numpy(place[:length])] = whole[:, :length]
-        return out
+            if donor is not None and length:
+                index = torch.from_numpy(place[:length])
+                for into, store in zip(found, (cache.prompt_keys, cache.prompt_values), strict=True):
+                    for layer, out in enumerate(into):
+                        whole = torch.cat(cache.prompt_parts(store, layer, donor), dim=1)
+                        out[:, index] = whole[:, :length]
+        return found
 
     def runs(self) -> list[tuple[slice, list[slice]]]:
         """As in the base class; those that ask are counted among the computed tokens."""
@@ -363,7 +361,7 @@ class _Prefill(TrieAttention):
         return found
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if len(self._new) == len(self.computed_at):
+        if self._whole:
             self.keys[layer], self.values[layer] = k, v
         else:
             self.keys[layer][:, self._new], self.values[layer][:, self._new] = k, v

@@ -32,9 +32,6 @@ _WATCH_EVERY = 0.1
 _SETUP_FAILED = 113
 _ROOM_FOR_TASKS = 64
 _SETUP_SECONDS = 20.0
-# Set up at one time. More would share the processors, all be ready together, and leave them idle together.
-_SETTING_UP = 4 * (os.cpu_count() or 1)
-_LOOK_AGAIN = 0.002
 _TIME = struct.Struct("=d")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -83,8 +80,6 @@ class Zygote:
         # Each child notes the time when it is set up, then lets go of the page: the code cannot reach it.
         self._ready = mmap.mmap(-1, 8 * config["most"] + _PAGE)
         self._base = _memory_now()
-        self._setting_up: list[_Child] = []
-        self._taking = True
         self._poll = select.epoll()
         self._poll.register(_CONTROL, select.EPOLLIN)
         self._poll.register(_PARENT, select.EPOLLIN)
@@ -106,7 +101,6 @@ class Zygote:
                 elif fd in self._children:
                     self._ended(self._children[fd])
             self._look_after()
-            self._pace()
 
     def close(self) -> None:
         """Kill what runs and remove what it left; in the full tier the namespaces do it."""
@@ -119,20 +113,7 @@ class Zygote:
         shutil.rmtree(self._config["slots"], ignore_errors=True)
 
     def _patience(self) -> float:
-        most = _WATCH_EVERY if self._busy() else 3600.0
-        return max(0.0, min(self._due - time.monotonic(), most if self._taking else _LOOK_AGAIN))
-
-    def _pace(self) -> None:
-        """Leave orders where they are while enough children are being set up."""
-        self._setting_up = [
-            one
-            for one in self._setting_up
-            if self._children.get(one.pidfd) is one and not self._set_up_at(one)
-        ]
-        taking = len(self._setting_up) < _SETTING_UP
-        if taking is not self._taking:
-            self._taking = taking
-            self._poll.modify(_CONTROL, select.EPOLLIN if taking else 0)
+        return max(0.0, min(self._due - time.monotonic(), _WATCH_EVERY if self._busy() else 3600.0))
 
     def _busy(self) -> int:
         """Executions and sessions; the spare is neither."""
@@ -177,7 +158,7 @@ class Zygote:
         one = spare.child
         one.number, one.begun = order["id"], time.monotonic()
         one.deadline = one.begun + limits["seconds"]
-        self._time(one)
+        self._limit_time(one)
         self._numbers[one.number] = one.pidfd
         return True
 
@@ -227,9 +208,8 @@ class Zygote:
         self._children[pidfd] = one
         if number:
             self._numbers[number] = pidfd
-            self._setting_up.append(one)
             if not session:
-                self._time(one)
+                self._limit_time(one)
         self._poll.register(pidfd, select.EPOLLIN)
         return one
 
@@ -389,7 +369,7 @@ class Zygote:
 
     # ---- time and memory
 
-    def _time(self, one: _Child) -> None:
+    def _limit_time(self, one: _Child) -> None:
         self._timed[one.pidfd] = one
         self._due = min(self._due, one.deadline)
 
