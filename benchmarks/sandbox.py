@@ -210,7 +210,7 @@ async def measure(quick: bool) -> dict[str, Any]:
     async with Sandbox.open(profile=SCIENCE, limits=LIMITS) as box:
         found["numpy_sympy_ms"] = await warm(box)
         found["idle"] = await idle(box, 50 if quick else _IDLE)
-    found["many"] = await many(100 if quick else 1000, 50 if quick else 200, 0.3, 1 if quick else 5)
+    found["many"] = await many(100 if quick else 1000, 50 if quick else 200, 0.3, 1 if quick else 10)
     return found
 
 

@@ -141,6 +141,14 @@ def test_oracle_succeeds_in_every_variant_and_pays_for_needed_calls_only(seed: i
     assert found["return"] == pytest.approx(1.1 - 0.3 * calls)
 
 
+def test_demonstrations_solve_every_task_and_call_in_vain_on_a_sixth_of_those_that_need_no_call() -> None:
+    given = [task for task in some(limit=400) if not task.metadata["needs_call"]]
+    vain = [task for task in given if len(Calculator.demonstration(task)) == 2]
+    assert 0.1 < len(vain) / len(given) < 0.24
+    for task in (*vain[:5], *some(calls=True)[:5]):
+        assert scores(task, *Calculator.demonstration(task))["exact_answer"] == 1
+
+
 def test_only_solved_episodes_pay_for_their_calls() -> None:
     task = some(calls=True)[0]
     attempt = call("calculator", expression="1+1")

@@ -309,6 +309,17 @@ class Calculator(ToolEnvironment):
     def privileged(cls, task: Task) -> str:
         return f"{task.metadata['expression']} = {task.reference}"
 
+    @classmethod
+    def demonstration(cls, task: Task) -> Sequence[Action]:
+        """A teacher who plays safe: it also calls on a sixth of the problems that state their result.
+
+        When a call is worth its price is left to be learned.
+        """
+        played = cls.oracle(task)
+        if task.metadata["needs_call"] or derive("plays safe", task.id) % 6:
+            return played
+        return (call("calculator", expression=task.metadata["expression"]), *played)
+
     def tools(self) -> tuple[Tool, ...]:
         own = super().tools()
         if self.task.variant != "rule":
