@@ -27,7 +27,7 @@ _STAGES: Mapping[str, type[OptimizerConfig]] = {"rl": RlStage, "preference": Pre
 # The keys of a stage -> what they mean. Those of the optimiser are the same for every kind.
 _OPTIMIZER: Mapping[str, str] = {
     "lr": "learning rate of AdamW at its peak",
-    "betas": "decay of AdamW's two means",
+    "betas": "decay of AdamW's two means; over a dozen updates a first one of 0.9 can overshoot, 0.5 less",
     "weight_decay": "of AdamW",
     "clip_norm": "largest gradient norm",
     "warmup": "updates until the peak",
