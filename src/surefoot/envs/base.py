@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, ClassVar, Literal, get_args
 
 from surefoot.core.errors import ConfigError, EnvironmentFault, nearest
@@ -89,6 +91,27 @@ def make_tasks(
         yield Task(
             f"{name}-{variant}-{digest(draft.key)}", split, variant, prompt, draft.reference, draft.metadata
         )
+
+
+def in_turns(
+    tasks: Iterator[Task], kind: Callable[[Task], Hashable], kinds: Sequence[Hashable]
+) -> Iterator[Task]:
+    """The tasks reordered so that each of ``kinds`` comes up once in every ``len(kinds)`` of them.
+
+    A step of a few tasks then never leans to one kind, which the update would take for a lesson.
+    Ends when a kind runs out. Raises ConfigError for a task of another kind.
+    """
+    waiting: dict[Hashable, deque[Task]] = {item: deque() for item in kinds}
+    for wanted in cycle(kinds):
+        while not waiting[wanted]:
+            task = next(tasks, None)
+            if task is None:
+                return
+            found = kind(task)
+            if found not in waiting:
+                raise ConfigError(f"task {task.id} is of kind {found!r}; in_turns expects {list(kinds)}")
+            waiting[found].append(task)
+        yield waiting[wanted].popleft()
 
 
 class Environment(ABC):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 from surefoot.core.seeds import derive
-from surefoot.core.types import Action, Step, Task, Trust
-from surefoot.envs.base import Draft, ToolEnvironment, Variant, answer, call
+from surefoot.core.types import Action, Split, Step, Task, Trust
+from surefoot.envs.base import Draft, ToolEnvironment, Variant, answer, call, in_turns
 from surefoot.rewards.base import Episode, reward
 from surefoot.rewards.common import call_price
 from surefoot.tools.base import Tool, ToolError, make_tool, tool
@@ -293,6 +294,17 @@ class Calculator(ToolEnvironment):
         }
         kind = "call" if needs_call else "given"
         return Draft(f"{problem.canonical} {kind}", text, problem.value, metadata)
+
+    @classmethod
+    def tasks(
+        cls, split: Split, variant: str = "base", *, seed: int = 0, limit: int | None = None
+    ) -> Iterator[Task]:
+        """In turns one that needs a call and one that does not.
+
+        Lopsided steps teach to call always, or never.
+        """
+        every = super().tasks(split, variant, seed=seed)
+        return islice(in_turns(every, lambda task: task.metadata["needs_call"], (True, False)), limit)
 
     @classmethod
     def oracle(cls, task: Task) -> Sequence[Action]:

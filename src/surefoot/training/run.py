@@ -355,7 +355,7 @@ class _Run:
 
     def _judge(self, stopped: str) -> dict[str, Any] | None:
         """Apply the rule to what was measured; None while the treatment's policies are not all measured."""
-        needed = ["initial", "final", *([START] if self.config.cold_start else []), *self.config.arms]
+        needed = ["initial", *([START] if self.config.cold_start else []), "final", *self.config.arms]
         records = {name: self._evaluation(name) for name in needed}
         found = {name: record for name, record in records.items() if record is not None}
         files.write_atomic(self.run.evaluation, json.dumps(found, indent=1))
