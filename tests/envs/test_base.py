@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.core.errors import ConfigError, EnvironmentFault
+from surefoot.core.seeds import derive
 from surefoot.core.types import SPLITS, Action, Finish, MalformedCall, Message, Step, Task
-from surefoot.envs.base import Draft, Environment, ToolEnvironment, Variant, answer, call, make_tasks
+from surefoot.envs.base import (
+    Draft,
+    Environment,
+    ToolEnvironment,
+    Variant,
+    answer,
+    call,
+    in_turns,
+    make_tasks,
+)
 from surefoot.envs.loading import load_environment
 from surefoot.tools.base import tool
 
@@ -154,6 +164,29 @@ def test_E22_item_i_of_a_split_is_the_same_whatever_ran_before(seed: int, i: int
 def test_tasks_have_no_duplicates_and_end_when_the_space_is_used_up() -> None:
     every = [task for split in SPLITS for task in Echo.tasks(split)]
     assert len({task.id for task in every}) == len(every) == 100
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 4))
+def test_in_turns_takes_each_kind_once_a_round_in_its_own_order(seed: int, kinds: int) -> None:
+    every = list(Echo.tasks("train", seed=seed))
+
+    def kind(task: Task) -> int:
+        return derive("kind", task.id) % kinds
+
+    found = list(in_turns(iter(every), kind, range(kinds)))
+    assert [kind(task) for task in found] == [i % kinds for i in range(len(found))]
+    rarest = min(sum(kind(task) == one for task in every) for one in range(kinds))
+    assert rarest * kinds <= len(found) < (rarest + 1) * kinds
+    for one in range(kinds):
+        own = [task.id for task in every if kind(task) == one]
+        mine = [task.id for task in found if kind(task) == one]
+        assert mine == own[: len(mine)]
+
+
+def test_in_turns_refuses_a_kind_it_was_not_told_of() -> None:
+    with pytest.raises(ConfigError, match=r"kind 'x'.*\['y'\]"):
+        next(in_turns(Echo.tasks("train"), lambda _: "x", ["y"]))
 
 
 def test_key_decides_the_split_not_the_phrasing() -> None:
