@@ -41,7 +41,8 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "group_size": "episodes of each task, at least 2",
         "tasks_per_step": "tasks in a step",
         "steps": "steps of the stage",
-        "updates_per_step": "updates made of a step's episodes, each on its own share of the groups",
+        "updates_per_step": "updates made of a step's episodes, each on its own share of the groups; "
+        "algorithms that clip hold back the later ones where the earlier went far",
         "checkpoint_every": "steps between checkpoints",
     },
     "preference": {
