@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import psutil
-from common import keep, ratio_interval
+from common import keep, paired_interval, ratio_interval
 
 from surefoot.sandbox import BARE, SCIENCE, Limits, Profile, Sandbox, Status
 
@@ -26,6 +26,7 @@ CODE = "print(sum(range(1000)))"
 IMPORTS = "import numpy, sympy\n" + CODE
 LIMITS = Limits(seconds=60)
 _IDLE = 500
+_ALL_ASLEEP = 4.0  # seconds in which as many as are in flight have certainly been started
 _IN_FLIGHT = 4 * (os.cpu_count() or 1)  # as rollouts have it: more than the cores, so that none waits
 
 
@@ -156,24 +157,37 @@ async def turns(box: Sandbox) -> dict[str, Any]:
 async def many(number: int, at_once: int, seconds: float, rounds: int) -> dict[str, Any]:
     """``number`` executions that sleep, ``at_once`` in flight: do all end well, and how well they overlap.
 
-    The ideal is what neither the sleeping nor the work of starting and ending them can beat: the longer of
-    both, the work being that of as many executions that do not sleep, which take turns with those that do.
+    The ideal is a bound that no schedule beats. Either all places sleep all the time; or, when the last
+    execution falls asleep, all have been started and all but ``at_once`` ended, and then it still sleeps. Its
+    two costs are measured next to it: executions that do not sleep, and ``at_once`` that wake together.
     """
-    taken: dict[str, list[float]] = {"sleeping": [], "awake": []}
+    taken: dict[str, list[float]] = {"sleeping": [], "awake": [], "ending": []}
     right = 0
     async with Sandbox.open(profile=BARE, limits=LIMITS, concurrency=at_once) as box:
-        for _ in range(rounds):
-            for name, sleep in (("awake", 0.0), ("sleeping", seconds)):
-                code = f"import time\ntime.sleep({sleep})\n{CODE}"
-                began = time.perf_counter()
-                results = await asyncio.gather(*(box.run(code) for _ in range(number)))
-                taken[name].append(time.perf_counter() - began)
-                right += sum(item.status is Status.OK and item.stdout == "499500\n" for item in results)
+
+        async def timed(name: str, code: str, count: int, until: float | None = None) -> None:
+            nonlocal right
+            began = time.monotonic()
+            results = await asyncio.gather(*(box.run(f"import time\n{code}\n{CODE}") for _ in range(count)))
+            taken[name].append(time.monotonic() - (until or began))
+            right += sum(item.status is Status.OK and item.stdout == "499500\n" for item in results)
+
+        awake, sleeping = ("awake", "time.sleep(0)", number), ("sleeping", f"time.sleep({seconds})", number)
+        for index in range(rounds):
+            for one in (awake, sleeping) if index % 2 else (sleeping, awake):
+                await timed(*one)
+            until = time.monotonic() + _ALL_ASLEEP
+            await timed("ending", f"time.sleep({until} - time.monotonic())", at_once, until)
     floor = number * seconds / at_once
-    ideal = [max(floor, one) for one in taken["awake"]]
+    pairs = zip(taken["awake"], taken["ending"], strict=True)
+    ideal = [max(floor, awake - ending + seconds) for awake, ending in pairs]
     return {
-        "number": number, "at_once": at_once, "right": right / (2 * rounds * number), "seconds": taken,
-        "sleep_alone_seconds": floor, "overlap": ratio_interval(ideal, taken["sleeping"]),
+        "number": number, "at_once": at_once, "right": right / (rounds * (2 * number + at_once)),
+        "seconds": taken, "sleep_alone_seconds": floor,
+        "overlap": paired_interval(ideal, taken["sleeping"]),
+        "overlap_without_the_last_sleep": paired_interval(
+            [max(floor, awake) for awake in taken["awake"]], taken["sleeping"]
+        ),
     }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import json
 import linecache
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -224,6 +223,8 @@ class Session:
         """Copy the working folder, then this process; the copy is an orphan, so the keeper owns it."""
         folder, answer = f"{self._forks}/{number}", OK
         try:
+            import shutil  # its libraries would make each fork of the zygote slower
+
             shutil.copytree(self.folder, folder, symlinks=True)
             middle = os.fork()
             if middle == 0 and self._is_grandchild():

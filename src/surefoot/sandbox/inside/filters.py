@@ -95,7 +95,7 @@ _PASS = _op(_RET, _ALLOW)
 
 
 def _when(number: int, body: bytes) -> bytes:
-    """Run ``body`` for one system call; a body that does not return must load the number again."""
+    """Run ``body``, which must return, for one system call."""
     return _op(_JEQ, number, 0, len(body) // 8) + body
 
 
@@ -135,31 +135,38 @@ def program(*, sockets: bool, shared_files: bool, alone: int | None) -> bytes:
     if alone is not None:
         denied |= _SHARED_USER
         pretended |= _MODES
-    parts = [
-        _op(_LD, 4) + _op(_JEQ, _ARCH[kernel.MACHINE], 1, 0) + _op(_RET, _KILL),
-        _NUMBER + _op(_JGE, _HIGHEST + 1, 0, 1) + _ENOSYS,
-        # glibc falls back to clone, whose flags a filter can read.
-        _when(number["clone3"], _ENOSYS),
-        _when(number["socket"], _loopback_socket() if sockets else _EPERM),
-        _when(number["ioctl"], _if_any(1, (0x5412, 0x541C))),  # TIOCSTI, TIOCLINUX
-        _when(number["prctl"], _if_any(0, (1,))),  # PR_SET_PDEATHSIG
-    ]
     namespaces = _argument(0) + _op(_JSET, _NEW_NAMESPACES, 0, 1) + _EPERM
-    if alone is None:
-        parts.append(_when(number["clone"], namespaces + _PASS))
-    else:
-        thread = _op(_JSET, _THREAD, 1, 0) + _EPERM + _PASS
-        parts.append(_when(number["clone"], namespaces + thread))
-        parts.append(_when(number["kill"], _unless_equal(0, alone)))
-        parts.append(_when(number["tgkill"], _unless_equal(0, alone)))
+    thread = b"" if alone is None else _op(_JSET, _THREAD, 1, 0) + _EPERM
+    answers = {
+        # glibc falls back to clone, whose flags a filter can read.
+        number["clone3"]: _ENOSYS,
+        number["clone"]: namespaces + thread + _PASS,
+        number["socket"]: _loopback_socket() if sockets else _EPERM,
+        number["ioctl"]: _if_any(1, (0x5412, 0x541C)),  # TIOCSTI, TIOCLINUX
+        number["prctl"]: _if_any(0, (1,)),  # PR_SET_PDEATHSIG
+    }
+    if alone is not None:
+        answers |= {number[name]: _unless_equal(0, alone) for name in ("kill", "tgkill")}
         own = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
-        parts += [_when(number[name], _unless_equal(0, 0)) for name in own]
+        answers |= {number[name]: _unless_equal(0, 0) for name in own}
         # F_SETOWN, F_SETSIG, F_SETOWN_EX would let the kernel send the signal.
-        parts.append(_when(number["fcntl"], _if_any(1, (8, 10, 15))))
+        answers[number["fcntl"]] = _if_any(1, (8, 10, 15))
     for table, answer in ((denied, _EPERM), (pretended, _NOTHING_DONE)):
-        values = [pair[column] for pair in table.values()]
-        parts += [_when(value, answer) for value in values if value >= 0]
-    return b"".join([*parts, _PASS])
+        answers |= {pair[column]: answer for pair in table.values() if pair[column] >= 0}
+    start = _op(_LD, 4) + _op(_JEQ, _ARCH[kernel.MACHINE], 1, 0) + _op(_RET, _KILL)
+    return start + _NUMBER + _op(_JGE, _HIGHEST + 1, 0, 1) + _ENOSYS + _search(sorted(answers.items()))
+
+
+def _search(answers: list[tuple[int, bytes]]) -> bytes:
+    """Find the answer to the loaded number by halving; what has none passes.
+
+    The kernel goes through the program once for every system call there is when a child installs it.
+    """
+    if len(answers) <= 2:
+        return b"".join(_when(number, body) for number, body in answers) + _PASS
+    middle = len(answers) // 2
+    below = _search(answers[:middle])
+    return _op(_JGE, answers[middle][0], len(below) // 8, 0) + below + _search(answers[middle:])
 
 
 # ---- Landlock

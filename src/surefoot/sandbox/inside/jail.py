@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +50,11 @@ def build(config: Mapping[str, Any]) -> None:
     kernel.die_with_parent()
     kernel.mount_new("proc", "/proc", "")
     kernel.restrict_mount("/", recursive=False)
+    _live_in(_OWN)  # the same for all children, each of which would spend a quarter of a millisecond on it
+
+
+def _live_in(places: Mapping[str, str]) -> None:
+    os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
 
 
 def _build_root(config: Mapping[str, Any]) -> None:
@@ -117,6 +121,7 @@ def furnish(config: Mapping[str, Any], limits: Mapping[str, Any], slot: str) -> 
         for path in places.values():
             os.mkdir(path, 0o700)
         os.chdir(places["box"])
+        _live_in(places)
         return places
     local = config["network"] == "loopback"
     kernel.unshare(kernel.NEWNS | kernel.NEWIPC | (kernel.NEWNET if local else 0))
@@ -211,6 +216,7 @@ def _raise_loopback() -> None:
 
 def wipe(folder: str) -> None:
     """Remove a child's folder, also what its code made unreadable; what resists stays until the end."""
+    import shutil  # its libraries would make each fork of the zygote slower
 
     def open_up(_: object, path: str, __: object) -> None:
         os.chmod(os.path.dirname(path), 0o700)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _signal  # pyright: ignore[reportMissingImports]  has no stub
 import ctypes
 import os
-import platform
 import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -16,7 +15,7 @@ _syscall.restype = ctypes.c_long
 # As in the module signal, but without the enum members that it makes of everything.
 set_handler, SIG_IGN, SIG_DFL = _signal.signal, _signal.SIG_IGN, _signal.SIG_DFL
 
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 # Numbers from 424 on are the same on every architecture.
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE, -1)
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE, -1)

@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import select
-import shutil
 import signal
 import site
 import socket
@@ -75,6 +74,7 @@ class Zygote:
         self._slots = 0
         self._spare: _Spare | None = None
         self._spare_for: Mapping[str, Any] | None = None  # limits for which a spare is yet to be made
+        self._processors = len(os.sched_getaffinity(0))
         # A mounted tree must not lie under a child that waits: its files may be changed between executions.
         self._spares = self._full and not config["tree"]
         # Each child notes the time when it is set up, then lets go of the page: the code cannot reach it.
@@ -89,9 +89,11 @@ class Zygote:
     def serve(self) -> None:
         """Until the harness closes the socket or ends."""
         while True:
-            events = self._poll.poll(0 if self._spare_for else self._patience())
-            if not events and self._spare_for:
-                self._make_spare(self._spare_for)
+            # Where more run than there are processors, a hand-over costs more than it saves.
+            spare_for = self._spare_for if len(self._timed) <= self._processors else None
+            events = self._poll.poll(0 if spare_for else self._patience())
+            if not events and spare_for:
+                self._make_spare(spare_for)
             for fd, _ in events:
                 if fd == _PARENT:
                     return
@@ -110,7 +112,7 @@ class Zygote:
             self._kill(one, "closed")
             os.waitpid(one.pid, 0)
             self._sweep(one)
-        shutil.rmtree(self._config["slots"], ignore_errors=True)
+        jail.wipe(self._config["slots"])
 
     def _patience(self) -> float:
         return max(0.0, min(self._due - time.monotonic(), _WATCH_EVERY if self._busy() else 3600.0))
@@ -250,7 +252,6 @@ class Zygote:
         if config["tier"] == "uid":
             for path in (folder, *places.values()):
                 os.chown(path, uid, uid)
-        os.environ.update(HOME=places["box"], TMPDIR=places["tmp"])
         if control is not None:
             child.close_others(_EXTRA)
             kernel.become_reaper()
