@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import cycle, islice
 from typing import Any, ClassVar
 
 import pytest
@@ -187,6 +188,12 @@ def test_in_turns_takes_each_kind_once_a_round_in_its_own_order(seed: int, kinds
 def test_in_turns_refuses_a_kind_it_was_not_told_of() -> None:
     with pytest.raises(ConfigError, match=r"kind 'x'.*\['y'\]"):
         next(in_turns(Echo.tasks("train"), lambda _: "x", ["y"]))
+
+
+def test_in_turns_gives_up_on_a_kind_that_never_comes() -> None:
+    endless = cycle(islice(Echo.tasks("train"), 1))
+    with pytest.raises(ConfigError, match=r"10000 tasks.*kind 'y'"):
+        next(in_turns(endless, lambda _: "x", ["y", "x"]))
 
 
 def test_key_decides_the_split_not_the_phrasing() -> None:

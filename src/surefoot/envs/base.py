@@ -26,6 +26,7 @@ Axis = Literal["base", "rule", "surface", "scale", "tool", "horizon"]
 # Shares of the key space, in tenths, that make up each split.
 _TENTHS: Mapping[Split, range] = {"train": range(0, 7), "dev": range(7, 8), "test": range(8, 10)}
 _MISSES = 2000
+_MOST_READ = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,16 @@ def in_turns(
     """The tasks reordered so that each of ``kinds`` comes up once in every ``len(kinds)`` of them.
 
     A step of a few tasks then never leans to one kind, which the update would take for a lesson.
-    Ends when a kind runs out. Raises ConfigError for a task of another kind.
+    Ends when a kind runs out. Raises ConfigError for a task of another kind, or when ten thousand tasks
+    follow one another without the kind whose turn it is.
     """
     waiting: dict[Hashable, deque[Task]] = {item: deque() for item in kinds}
     for wanted in cycle(kinds):
+        read = 0
         while not waiting[wanted]:
+            if read == _MOST_READ:
+                raise ConfigError(f"in_turns read {read} tasks and none was of kind {wanted!r}; drop it")
+            read += 1
             task = next(tasks, None)
             if task is None:
                 return
