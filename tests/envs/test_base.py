@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any, ClassVar
 
 import pytest
@@ -194,6 +194,12 @@ def test_in_turns_gives_up_on_a_kind_that_never_comes() -> None:
     endless = cycle(islice(Echo.tasks("train"), 1))
     with pytest.raises(ConfigError, match=r"10000 tasks.*kind 'y'"):
         next(in_turns(endless, lambda _: "x", ["y", "x"]))
+
+
+def test_in_turns_ends_when_a_kind_comes_no_more() -> None:
+    first, second = islice(Echo.tasks("train"), 2)
+    found = in_turns(chain([first], cycle([second])), lambda task: task.id, [first.id, second.id])
+    assert [task.id for task in found] == [first.id, second.id]
 
 
 def test_key_decides_the_split_not_the_phrasing() -> None:

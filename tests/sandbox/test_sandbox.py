@@ -274,6 +274,41 @@ def test_a_cancelled_run_ends_its_process(box: Held) -> None:
     _until_gone(mark)
 
 
+def test_a_kill_that_comes_before_the_set_up_ends_a_child_in_every_tier() -> None:
+    async def scenario(one: Held) -> None:
+        server = one.sandbox._servers[0]
+        os.kill(server.pid, signal.SIGSTOP)  # it is to find the order and the kill together
+        run = asyncio.ensure_future(one.sandbox.run("while True: pass"))
+        while not server._waiting:
+            await asyncio.sleep(0)
+
+        async def kill() -> None:
+            server.kill(next(iter(server._waiting)), "cancelled")
+
+        await elsewhere(kill())
+        os.kill(server.pid, signal.SIGCONT)
+        try:
+            assert (await asyncio.wait_for(run, 10)).status is Status.KILLED
+        except SandboxFault as fault:  # it was not yet set up
+            assert "cancelled" in str(fault)
+
+    with held("none") as one:
+        for _ in range(30):
+            asyncio.run(scenario(one))
+
+
+def test_a_folder_of_any_depth_does_not_end_the_fork_server_of_a_lower_tier() -> None:
+    dig = "import os\nfor _ in range(1500): os.mkdir('a'); os.chdir('a')\nopen('bottom', 'w').close()"
+    with held("none") as one:
+        server = one.sandbox._servers[0]
+        for _ in range(2):
+            assert one.run(dig).status is Status.OK
+        assert one.run("1").value == "1"
+        assert one.sandbox._servers == [server]
+        assert os.listdir(server._folder / "root") == []
+    assert not server._folder.exists()
+
+
 def test_runs_leave_no_descriptor_open(box: Held) -> None:
     box.run("1")
     before = len(os.listdir("/proc/self/fd"))

@@ -231,6 +231,71 @@ def test_a_fork_that_cannot_be_is_the_sessions_own_end_or_refusal(box: Held) -> 
     within(box, scenario)
 
 
+def test_a_fork_needs_nothing_that_the_code_may_have_spoilt(box: Held) -> None:
+    spoil = """
+import os, sys
+for name in ("shutil", "lzma", "fnmatch"):
+    sys.modules[name] = None
+    open(name + ".py", "w").write("raise RuntimeError('mine')")
+sys.path.insert(0, os.getcwd())
+os.mkfifo("pipe")
+os.mkdir("d")
+os.chdir("d")
+os.rmdir("../d")
+x = 7
+"""
+
+    async def scenario(session: Session) -> None:
+        assert (await session.run(spoil)).status is Status.OK
+        branch = await session.fork()
+        assert (await branch.run("os.path.basename(os.getcwd()), x")).value == "('1', 7)"
+        assert (await session.run("x")).value == "7"
+
+    within(box, scenario)
+
+
+def test_a_fork_that_fails_says_why_and_the_session_lives_on(box: Held) -> None:
+    async def scenario(session: Session) -> None:
+        await session.run("x = 7\nwith open('f', 'wb') as f: f.write(bytes(6 << 20))")
+        with pytest.raises(SessionEnded, match="No space left"):
+            await session.fork()
+        assert (await session.run("x")).value == "7"
+
+    within(box, scenario)
+
+
+def test_who_gives_up_waiting_for_a_fork_does_not_shift_the_answers(box: Held) -> None:
+    async def scenario(session: Session) -> None:
+        await session.run("import signal\nx = 7\nwith open('f', 'wb') as f: f.write(bytes(3 << 20))")
+        waiting = asyncio.ensure_future(session.fork())
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        result = await session.run("import time\ntime.sleep(0.2)\nprint('hi')\nx")
+        assert (result.stdout, result.value) in {("hi\n", "7"), ("", "")}
+        assert (result.status is Status.OK) == (result.stdout == "hi\n") == session.alive
+
+    for _ in range(5):
+        within(box, scenario)
+
+
+def test_who_gives_up_waiting_for_a_file_does_not_shift_the_answers(box: Held) -> None:
+    async def scenario(session: Session) -> None:
+        await session.run("open('a', 'w').write('AAA')\nopen('b', 'w').write('BBB')")
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            waiting = asyncio.ensure_future(session.read_file("a"))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            assert await session.read_file("b") == b"BBB"
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+    within(box, scenario)
+
+
 def test_memory_that_forks_share_counts_once(box: Held) -> None:
     async def scenario(session: Session) -> None:
         await session.run("a = bytearray(40 << 20)")

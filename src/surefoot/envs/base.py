@@ -100,13 +100,16 @@ def in_turns(
     """The tasks reordered so that each of ``kinds`` comes up once in every ``len(kinds)`` of them.
 
     A step of a few tasks then never leans to one kind, which the update would take for a lesson.
-    Ends when a kind runs out. Raises ConfigError for a task of another kind, or when ten thousand tasks
-    follow one another without the kind whose turn it is.
+    Ends when a kind runs out, or does not come in ten thousand tasks. Raises ConfigError for a task of
+    another kind, and for a kind that had not come before either.
     """
     waiting: dict[Hashable, deque[Task]] = {item: deque() for item in kinds}
+    came: set[Hashable] = set()
     for wanted in cycle(kinds):
         read = 0
         while not waiting[wanted]:
+            if read == _MOST_READ and wanted in came:
+                return
             if read == _MOST_READ:
                 raise ConfigError(f"in_turns read {read} tasks and none was of kind {wanted!r}; drop it")
             read += 1
@@ -117,6 +120,7 @@ def in_turns(
             if found not in waiting:
                 raise ConfigError(f"task {task.id} is of kind {found!r}; in_turns expects {list(kinds)}")
             waiting[found].append(task)
+            came.add(found)
         yield waiting[wanted].popleft()
 
 

@@ -22,9 +22,10 @@ from typing import Any, cast
 
 from surefoot.sandbox import layout
 from surefoot.sandbox.cgroup import Group, make_group
+from surefoot.sandbox.inside.folders import wipe
 from surefoot.sandbox.types import Limits, Profile, SandboxFault, Tier
 
-_INSIDE = ("kernel", "filters", "jail", "child", "keeper", "zygote")
+_INSIDE = ("kernel", "filters", "folders", "jail", "child", "keeper", "zygote")
 _START_SECONDS = 120.0
 _MOST_MESSAGE = 1 << 16
 # The modules reach the interpreter as text on its stdin: neither arguments nor files show the harness.
@@ -77,7 +78,7 @@ class Server:
             process, control, group = _spawn(total_memory_mb)
             server = cls(process, control, folder, group)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            wipe(str(folder))
             raise
         try:
             control.send(json.dumps(config).encode())
@@ -108,15 +109,18 @@ class Server:
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._waiting[number] = future
         message = json.dumps({"op": op, "id": number, "limits": asdict(limits)}).encode()
-        while not self.lost:
-            try:
-                socket.send_fds(self._control, [message], fds)
-                return number, future
-            except BlockingIOError:  # many orders at once: its queue is full for a moment
-                await asyncio.sleep(0.002)
-            except OSError as error:
-                self._lose(f"its socket failed: {error}")
-        self._waiting.pop(number, None)
+        try:
+            while not self.lost:
+                try:
+                    socket.send_fds(self._control, [message], fds)
+                    return number, future
+                except BlockingIOError:  # many orders at once: its queue is full for a moment
+                    await asyncio.sleep(0.002)
+                except OSError as error:
+                    self._lose(f"its socket failed: {error}")
+        except asyncio.CancelledError:
+            self._waiting.pop(number, None)
+            raise
         raise SandboxFault("the fork server is gone")
 
     def kill(self, number: int, reason: str) -> None:
@@ -142,6 +146,8 @@ class Server:
             if not message:
                 return self._lose("it ended")
             found = cast("dict[str, Any]", json.loads(message))
+            if "failed" in found and self._first.done():
+                return self._lose(found["failed"])
             future = self._waiting.pop(found["id"], None) if "id" in found else self._first
             if future is not None and not future.done():
                 future.set_result(found)
@@ -171,7 +177,7 @@ class Server:
             self._process.wait()
         if self.group is not None:
             self.group.remove()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        wipe(str(self._folder))
 
 
 def _spawn(total_memory_mb: int | None) -> tuple[subprocess.Popen[bytes], socket.socket, Group | None]:

@@ -13,7 +13,9 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol, Self
 
 from surefoot.core.errors import ConfigError, DataError, SurefootError
@@ -132,8 +134,8 @@ class _Tree:
         self.ended: asyncio.Future[dict[str, Any]] | None = None
         self._loop = asyncio.get_running_loop()
         self._control = control
-        self._answer: asyncio.Future[tuple[str, int]] | None = None
-        self._asking = asyncio.Lock()
+        # The keeper answers in the order of the questions, also those whose asker has given up.
+        self._questions: deque[asyncio.Future[tuple[str, int]]] = deque()
         self.started: asyncio.Future[int] = self._loop.create_future()
         control.setblocking(False)
         self._loop.add_reader(control.fileno(), self._receive)
@@ -147,8 +149,7 @@ class _Tree:
             message, fds = b"", []
         if not message:
             self._loop.remove_reader(self._control.fileno())
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_exception(SessionEnded("the session has ended"))
+            self._leave_unanswered()
             return
         kind, said = message[:1], message[1:]
         if kind == b"S":
@@ -158,8 +159,12 @@ class _Tree:
             seat = self.seats.get(pid)
             if seat is not None:
                 seat.died(os.waitstatus_to_exitcode(status))
-        elif self._answer is not None and not self._answer.done():
-            self._answer.set_result((said.decode("utf-8", "backslashreplace"), fds[0] if fds else -1))
+        elif self._questions:
+            question, fd = self._questions.popleft(), fds[0] if fds else -1
+            if not question.done():
+                question.set_result((said.decode("utf-8", "backslashreplace"), fd))
+            elif fd >= 0:
+                os.close(fd)
 
     def tell(self, op: bytes, pid: int) -> None:
         """Interrupt (``I``) or kill (``K``) a process of the tree."""
@@ -174,16 +179,26 @@ class _Tree:
 
     async def read(self, folder: str, path: str) -> tuple[str, int]:
         """Ask the keeper to open a file: (why it was refused, a descriptor or -1)."""
-        async with self._asking:
-            self._answer = self._loop.create_future()
-            self._send(b"R" + folder.encode() + b"\0" + os.fsencode(path))
-            return await asyncio.wait_for(self._answer, _SETTLE_SECONDS)
+        self._send(b"R" + folder.encode() + b"\0" + os.fsencode(path))
+        question: asyncio.Future[tuple[str, int]] = self._loop.create_future()
+        self._questions.append(question)
+        try:
+            return await asyncio.wait_for(question, _SETTLE_SECONDS)
+        except TimeoutError as error:
+            raise SandboxFault(f"the keeper of a session did not answer in {_SETTLE_SECONDS:g} s") from error
+
+    def _leave_unanswered(self) -> None:
+        while self._questions:
+            question = self._questions.popleft()
+            if not question.done():
+                question.set_exception(SessionEnded("the session has ended"))
 
     async def end(self) -> None:
         """Let the keeper go, and everything with it."""
         if self._control.fileno() >= 0:
             self._loop.remove_reader(self._control.fileno())
             self._control.close()
+        self._leave_unanswered()
         if self.ended is not None and not self.server.lost:
             await asyncio.wait([self.ended], timeout=_SETTLE_SECONDS)
 
@@ -371,8 +386,11 @@ class _Seat:
                 answer = await self.hear(_SETTLE_SECONDS)
                 told = await seat.hear(_SETTLE_SECONDS) if answer == b"0" else b""
                 if told[:1] != b"F" or not told[1:].isdigit() or len(told) > 12:
-                    raise SessionEnded("the session could not be forked: no process or space left")
+                    why = clean(answer[1:]).strip() or "it, or its copy, ended"
+                    raise SessionEnded(f"the session could not be forked: {why}")
             except BaseException:
+                if self._answer is None:  # its report would pass for the next turn's
+                    self._kill()
                 seat.outputs.close()
                 raise
             seat.pid = int(told[1:])
@@ -406,31 +424,41 @@ class _Seat:
 async def open_session(server: Server, limits: Limits, *, seed: int | None) -> Session:
     """Start a session in ``server`` and wait until it is set up. Raises SandboxFault when it is not."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    tree = _Tree(server, limits, ours)
-    seat = _Seat(tree, "")
-    inputs = [Job(seed=seed).payload(), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
-    try:
-        fds = [*inputs, *seat.outputs.theirs, theirs.fileno()]
-        _, tree.ended = await server.order("session", fds, limits)
-        for fd in inputs:
-            os.close(fd)
-        inputs = []
-        theirs.close()
-        seat.outputs.release()
-        await asyncio.wait(
-            [tree.started, tree.ended], timeout=_SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not tree.started.done():
-            raise SandboxFault("a session could not be started: no answer from its keeper")
+    with ExitStack() as sent:  # what has been, or never will be, sent
+        sent.callback(theirs.close)
+        tree = _Tree(server, limits, ours)
+        try:
+            seat = _Seat(tree, "")
+        except BaseException:
+            await tree.end()
+            raise
+        try:
+            inputs = [Job(seed=seed).payload()]
+            sent.callback(os.close, inputs[0])
+            inputs.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+            sent.callback(os.close, inputs[1])
+            fds = [*inputs, *seat.outputs.theirs, theirs.fileno()]
+            _, tree.ended = await server.order("session", fds, limits)
+            sent.close()
+            await _begin(seat)
+        except BaseException:
+            await seat.close()
+            raise
+    return Session(seat)
+
+
+async def _begin(seat: _Seat) -> None:
+    """Wait until a session that was ordered is set up. Raises SandboxFault with the reason when it is not."""
+    tree, ended = seat.tree, seat.tree.ended
+    assert ended is not None
+    seat.outputs.release()
+    waited = {tree.started, ended}
+    await asyncio.wait(waited, timeout=_SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    if tree.started.done():
         seat.pid = tree.started.result()
         tree.seats[seat.pid] = seat
-        if await seat.hear(_SETTLE_SECONDS) != b"0":
-            why = clean(seat.outputs.stderr.take()).strip() or "no answer"
-            raise SandboxFault(f"a session could not be set up: {why}")
-    except BaseException:
-        for fd in inputs:
-            os.close(fd)
-        theirs.close()
-        await seat.close()
-        raise
-    return Session(seat)
+        if await seat.hear(_SETTLE_SECONDS) == b"0":
+            return
+    told = ended.result() if ended.done() else {}
+    why = told.get("fault") or clean(seat.outputs.stderr.take()).strip() or told.get("reason") or "no answer"
+    raise SandboxFault(f"a session could not be set up: {why}")

@@ -24,11 +24,12 @@ import types
 from collections.abc import Mapping
 from typing import Any, cast
 
-from . import kernel
+from . import folders, kernel
 
 # Where a child finds what it was given.
 STDIN, STDOUT, STDERR, REPORT, PAYLOAD = range(5)
 _MOST_VALUE = 60_000
+_MOST_REASON = 300
 MOST_FILES = os.sysconf("SC_OPEN_MAX")  # the zygote's, before any child lowers its own
 _CELL = "<cell>"
 _REHEARSALS = 40  # code is adapted from its eighth run on
@@ -223,17 +224,16 @@ class Session:
         """Copy the working folder, then this process; the copy is an orphan, so the keeper owns it."""
         folder, answer = f"{self._forks}/{number}", OK
         try:
-            import shutil  # its libraries would make each fork of the zygote slower
-
-            shutil.copytree(self.folder, folder, symlinks=True)
+            folders.copy(self.folder, folder)
             middle = os.fork()
             if middle == 0 and self._is_grandchild():
                 self._take_over(folder, fds)
                 return
             _, status = os.waitpid(middle, 0)
-            answer = OK if status == 0 else ERROR
-        except Exception:  # no process or no space left; also whatever the code has patched
-            answer = ERROR
+            if status:
+                answer = ERROR + b"no process is left"
+        except Exception as error:  # no process or no space left; also whatever the code has patched
+            answer = ERROR + str(error).encode("utf-8", "backslashreplace")[:_MOST_REASON]
         for fd in fds:
             os.close(fd)
         _report(self._sock, answer)
@@ -248,14 +248,24 @@ class Session:
         return True
 
     def _take_over(self, folder: str, fds: list[int]) -> None:
-        inside = os.path.relpath(os.getcwd(), self.folder)
-        os.chdir(os.path.join(folder, "" if inside.startswith("..") else inside))
-        self.folder = folder
-        for target, fd in zip((STDOUT, STDERR, REPORT), fds, strict=True):
-            os.dup2(fd, target, inheritable=target <= STDERR)
-            os.close(fd)
-        reseed(None)
-        _report(self._sock, FORKED + str(os.getpid()).encode())
+        try:
+            os.chdir(self._own_place(folder))
+            self.folder = folder
+            for target, fd in zip((STDOUT, STDERR, REPORT), fds, strict=True):
+                os.dup2(fd, target, inheritable=target <= STDERR)
+                os.close(fd)
+            reseed(None)
+            _report(self._sock, FORKED + str(os.getpid()).encode())
+        except BaseException:  # it must not go on as the session that it is a copy of
+            os._exit(1)
+
+    def _own_place(self, folder: str) -> str:
+        """Where in the copy of the working folder this process now is; the copy itself when outside it."""
+        try:
+            inside = os.path.relpath(os.getcwd(), self.folder)
+        except FileNotFoundError:  # the code removed the folder that it was in
+            return folder
+        return folder if inside.startswith("..") else os.path.join(folder, inside)
 
 
 def settle() -> None:

@@ -212,17 +212,3 @@ def _raise_loopback() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         fcntl.ioctl(probe, 0x8914, struct.pack("16sH14s", b"lo", 1, b""))  # SIOCSIFFLAGS, IFF_UP
-
-
-def wipe(folder: str) -> None:
-    """Remove a child's folder, also what its code made unreadable; what resists stays until the end."""
-    import shutil  # its libraries would make each fork of the zygote slower
-
-    def open_up(_: object, path: str, __: object) -> None:
-        os.chmod(os.path.dirname(path), 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
-
-    shutil.rmtree(folder, onerror=open_up)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from . import child, jail, kernel
+from . import child, folders, jail, kernel
 from .keeper import Keeper
 
 _CONTROL, _PARENT, _NAMESPACE, _EXTRA = 3, 4, 5, 6
@@ -89,7 +89,7 @@ class Zygote:
     def serve(self) -> None:
         """Until the harness closes the socket or ends."""
         while True:
-            # Where more run than there are processors, a hand-over costs more than it saves.
+            # Where more are in flight than there are processors, a hand-over costs more than it saves.
             spare_for = self._spare_for if len(self._timed) <= self._processors else None
             events = self._poll.poll(0 if spare_for else self._patience())
             if not events and spare_for:
@@ -112,7 +112,7 @@ class Zygote:
             self._kill(one, "closed")
             os.waitpid(one.pid, 0)
             self._sweep(one)
-        jail.wipe(self._config["slots"])
+        folders.wipe(self._config["slots"])
 
     def _patience(self) -> float:
         return max(0.0, min(self._due - time.monotonic(), _WATCH_EVERY if self._busy() else 3600.0))
@@ -173,12 +173,13 @@ class Zygote:
             self._kill(self._spare.child, "unwanted")
             self._spare.socket.close()
             self._spare = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
+        # Where there is none, the next execution is told why it cannot have a process.
+        with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(ours.close)
+            with theirs:
                 self._spare = _Spare(self._start(limits, [theirs.fileno()]), ours)
-            except OSError:
-                ours.close()  # the next execution is told why it cannot have a process
+            undo.pop_all()
 
     def _start(
         self, limits: Mapping[str, Any], fds: list[int], *, number: int = 0, session: bool = False
@@ -205,7 +206,13 @@ class Zygote:
             self._be_child(limits, fds, slot, session=session, spare=not number)
         begun = time.monotonic()
         deadline = begun + limits["seconds"]
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # no descriptor is left
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._free.append(slot)
+            raise
         one = _Child(number, pid, pidfd, slot, limits, begun, deadline)
         self._children[pidfd] = one
         if number:
@@ -256,8 +263,8 @@ class Zygote:
             child.close_others(_EXTRA)
             kernel.become_reaper()
             # All that can be made before the fork is, so that the two share its pages.
-            folders = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
-            keeper, null = Keeper(control, folders), os.open("/dev/null", os.O_RDWR)
+            opened = {name: os.open(places[name], os.O_PATH | os.O_CLOEXEC) for name in ("box", "forks")}
+            keeper, null = Keeper(control, opened), os.open("/dev/null", os.O_RDWR)
             first = kernel.fork()
             if first:
                 return self._keep(keeper, first, null)
@@ -308,9 +315,9 @@ class Zygote:
     def _kill(self, one: _Child, reason: str) -> None:
         one.reason = one.reason or reason
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            if self._full:
-                signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
-            else:
+            signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+        if not self._full:
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet
                 os.killpg(one.pid, signal.SIGKILL)
 
     def _ended(self, one: _Child) -> None:
@@ -343,7 +350,7 @@ class Zygote:
             os.killpg(one.pid, signal.SIGKILL)
         if self._config["tier"] == "uid":
             self._kill_user(self._config["uid"] + 1 + one.slot)
-        jail.wipe(self._folder(one.slot))
+        folders.wipe(self._folder(one.slot))
 
     def _kill_user(self, uid: int) -> None:
         """SIGKILL every process of a user, from a process of that user."""
@@ -365,7 +372,7 @@ class Zygote:
     def _make_slot(self, slot: int) -> None:
         folder = self._folder(slot)
         if os.path.isdir(folder):
-            jail.wipe(folder)
+            folders.wipe(folder)
         os.mkdir(folder, 0o700)
 
     # ---- time and memory
@@ -515,9 +522,10 @@ def main(control: int, parent: int) -> None:
         os._exit(1)
     sock.send(json.dumps({"started": os.getpid(), "landlock": kernel.landlock_abi()}).encode())
     try:
-        zygote.serve()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the harness has gone; what runs here goes too
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the harness has gone
+            zygote.serve()
+    except Exception as error:
+        sock.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
     finally:
         zygote.close()
         os._exit(0)
