@@ -18,6 +18,7 @@ import pytest
 
 from surefoot.core.errors import ConfigError
 from surefoot.sandbox import NUMPY, Limits, Profile, Sandbox, SandboxFault, Status, Tier, probe
+from surefoot.sandbox.io import elsewhere
 
 from .conftest import ROOT, SMALL, Held, held, processes_with
 
@@ -334,6 +335,7 @@ def test_a_lost_fork_server_fails_what_ran_and_is_replaced() -> None:
 _HARNESS = """
 import asyncio, sys
 from surefoot.sandbox import Sandbox, Limits
+from surefoot.sandbox.io import elsewhere
 async def main():
     async with Sandbox.open(tier=sys.argv[2], limits=Limits(seconds=600)) as box:
         session = await box.session()
