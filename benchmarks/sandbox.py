@@ -26,7 +26,7 @@ CODE = "print(sum(range(1000)))"
 IMPORTS = "import numpy, sympy\n" + CODE
 LIMITS = Limits(seconds=60)
 _IDLE = 500
-_ALL_ASLEEP = 4.0  # seconds in which as many as are in flight have certainly been started
+_ALL_ASLEEP = 3.0  # seconds to start as many as are in flight; one that is late fails, since it cannot sleep
 _IN_FLIGHT = 4 * (os.cpu_count() or 1)  # as rollouts have it: more than the cores, so that none waits
 
 
@@ -157,37 +157,36 @@ async def turns(box: Sandbox) -> dict[str, Any]:
 async def many(number: int, at_once: int, seconds: float, rounds: int) -> dict[str, Any]:
     """``number`` executions that sleep, ``at_once`` in flight: do all end well, and how well they overlap.
 
-    The ideal is a bound that no schedule beats. Either all places sleep all the time; or, when the last
-    execution falls asleep, all have been started and all but ``at_once`` ended, and then it still sleeps. Its
-    two costs are measured next to it: executions that do not sleep, and ``at_once`` that wake together.
+    No schedule beats two times: that of all places sleeping without a pause; and, as at most ``at_once`` have
+    not ended when the last one falls asleep, that of starting all and ending the others, and then of a sleep.
+    What starting and ending take is measured in the same round: by as many executions that do not sleep, less
+    the time in which ``at_once`` that wake together end.
     """
     taken: dict[str, list[float]] = {"sleeping": [], "awake": [], "ending": []}
     right = 0
     async with Sandbox.open(profile=BARE, limits=LIMITS, concurrency=at_once) as box:
 
-        async def timed(name: str, code: str, count: int, until: float | None = None) -> None:
+        async def timed(name: str, code: str, count: int, begins: float | None = None) -> None:
             nonlocal right
-            began = time.monotonic()
+            begun = begins or time.monotonic()
             results = await asyncio.gather(*(box.run(f"import time\n{code}\n{CODE}") for _ in range(count)))
-            taken[name].append(time.monotonic() - (until or began))
+            taken[name].append(time.monotonic() - begun)
             right += sum(item.status is Status.OK and item.stdout == "499500\n" for item in results)
 
-        awake, sleeping = ("awake", "time.sleep(0)", number), ("sleeping", f"time.sleep({seconds})", number)
         for index in range(rounds):
-            for one in (awake, sleeping) if index % 2 else (sleeping, awake):
-                await timed(*one)
-            until = time.monotonic() + _ALL_ASLEEP
-            await timed("ending", f"time.sleep({until} - time.monotonic())", at_once, until)
+            for name in ("awake", "sleeping") if index % 2 else ("sleeping", "awake"):
+                await timed(name, f"time.sleep({seconds if name == 'sleeping' else 0})", number)
+            waking = time.monotonic() + _ALL_ASLEEP
+            await timed("ending", f"time.sleep({waking} - time.monotonic())", at_once, waking)
     floor = number * seconds / at_once
     pairs = zip(taken["awake"], taken["ending"], strict=True)
     ideal = [max(floor, awake - ending + seconds) for awake, ending in pairs]
+    plain = [max(floor, awake) for awake in taken["awake"]]
     return {
         "number": number, "at_once": at_once, "right": right / (rounds * (2 * number + at_once)),
         "seconds": taken, "sleep_alone_seconds": floor,
         "overlap": paired_interval(ideal, taken["sleeping"]),
-        "overlap_without_the_last_sleep": paired_interval(
-            [max(floor, awake) for awake in taken["awake"]], taken["sleeping"]
-        ),
+        "overlap_without_the_last_sleep": paired_interval(plain, taken["sleeping"]),
     }  # fmt: skip
 
 

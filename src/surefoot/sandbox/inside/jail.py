@@ -179,7 +179,7 @@ def confine(
 
 
 def seccomp_program(config: Mapping[str, Any]) -> bytes:
-    """What :func:`confine` installs. Where it is the same for all children, the zygote asks for it first."""
+    """What :func:`confine` installs."""
     tier = config["tier"]
     alone = os.getpid() if tier == "landlock" else None
     return filters.program(sockets=_has_sockets(config), shared_files=tier != "full", alone=alone)
