@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -99,6 +101,41 @@ def test_hidden_calls_differ_between_episodes_and_fail_a_constant_and_a_missing_
     assert len({repr(item.expected) for item in calls}) >= 4
     for less in pipelines.shorter(steps):
         assert any(pipelines.function_of(less)(list(item.args[0])) != item.expected for item in calls)  # type: ignore[call-overload]
+
+
+_NEAR = [
+    ("n > {k}]", "n >= {k}]"), ("n < {k}]", "n <= {k}]"), ("v[:{k}]", "v[: {k} + 1]"),
+    ("v[{k}:]", "v[{k} - 1 :]"),
+    ("list(dict.fromkeys(v))", "sorted(set(v))"), ("v[::2]", "v[1::2]"), ("n % {k} for", "abs(n) % {k} for"),
+    ("max(v, default=0)", "max(v)"), ("max(v, default=0)", "max([0, *v])"), ("(v or [0])[-1]", "v[-1]"),
+]  # fmt: skip
+
+
+def test_hidden_calls_fail_what_is_almost_right() -> None:
+    rng = random.Random(3)
+    found: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    for _ in range(300):
+        steps = pipelines.draw_steps(rng, 2)
+        right, source = pipelines.function_of(steps), pipelines.in_python(steps, "f")
+        pairs = {(a.format(k=k), b.format(k=k)) for _, k in steps for a, b in _NEAR}
+        for old, new in sorted(pair for pair in pairs if pair[0] in source):
+            scope: dict[str, Any] = {}
+            exec(source.replace(old, new), scope)
+            probes = [pipelines.draw_list(rng) for _ in range(200)]
+            if sum(_raises_or_differs(scope["f"], right, v) for v in probes) < 4:
+                continue  # it shows on hardly any list
+            found[new] += 1
+            rows = pipelines.telling_rows(rng, steps)
+            missed[new] += not any(_raises_or_differs(scope["f"], right, v) for v, _ in rows)
+    assert sum(found.values()) > 150 and sum(missed.values()) <= 1, missed
+
+
+def _raises_or_differs(wrong: Any, right: Any, v: list[int]) -> bool:
+    try:
+        return wrong(list(v)) != right(list(v))
+    except (ValueError, IndexError):
+        return True
 
 
 # --- episodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Sequence
 from itertools import islice
@@ -86,6 +87,25 @@ def test_a_repair_is_paid_and_half_of_one_is_not(sandbox: None) -> None:
     constant = f"def {made.name}(numbers):\n    return 0\n"
     wrong = call("python", code=f"open({made.path!r}, 'w').write({constant!r})")
     assert value(played(task, wrong, DONE)) == 0.0
+
+
+@pytest.mark.slow
+def test_who_knows_the_tests_inputs_is_not_paid_without_a_repair(sandbox: None) -> None:
+    (task,) = some()
+    made = _of(task)
+    test = made.task.tree[f"tests/test_{made.name}.py"].decode()
+    rows = ast.literal_eval(test.split("'given, want', ")[1].split(", ids=")[0])
+    wrong = made.wrong_body.replace(f"def {made.name}(", "def wrong(")
+    table = {str(given): want for given, want in rows}
+    program = f"{wrong}\n\n\ndef {made.name}(v):\n    return {table!r}.get(str(v), wrong(v))\n"
+    original = made.files[made.path]
+    whole = f"open({made.path!r}, 'w').write({original + program!r})"
+    episode = played(task, call("python", code=whole), DONE)
+    pool = WorkerPool()
+    (found,) = asyncio.run(Repo.rewards[0].score([episode], pool))
+    pool.close()
+    assert isinstance(found, Scored) and found.value == 0.0
+    assert "a wrong value" in found.evidence, "the tests were passed; the hidden calls were not"
 
 
 _IDLE: Sequence[Sequence[Action]] = [

@@ -14,12 +14,11 @@ from surefoot.envs.base import Draft, ToolEnvironment, Variant, answer, call
 from surefoot.envs.pipelines import (
     Steps,
     behaviour,
-    draw_list,
     draw_steps,
     function_of,
     in_python,
     in_words,
-    shorter,
+    telling_rows,
 )
 from surefoot.rewards.base import Episode
 from surefoot.rewards.verifiers.code import Call, code_function
@@ -28,8 +27,6 @@ from surefoot.tools.base import Tool
 from surefoot.tools.python import PythonSession
 
 _BOX = SharedSandbox(limits=Limits(seconds=5, cpu_seconds=10, memory_mb=256, processes=16, files_mb=16))
-_CALLS = 8
-_FEWEST_VALUES = 4
 
 
 def _steps(task: Task) -> Steps:
@@ -41,18 +38,7 @@ def _function(episode: Episode) -> str:
 
 
 def _calls(episode: Episode, rng: random.Random) -> list[Call]:
-    """Hidden calls that a constant cannot pass, nor the function with a step left out."""
-    steps = _steps(episode.task)
-    right, lacking = function_of(steps), [function_of(less) for less in shorter(steps)]
-    while True:
-        lists = [draw_list(rng) for _ in range(_CALLS)]
-        expected = [right(list(item)) for item in lists]
-        values = {repr(value) for value in expected}
-        caught = all(
-            any(wrong(v) != want for v, want in zip(lists, expected, strict=True)) for wrong in lacking
-        )
-        if len(values) >= _FEWEST_VALUES and caught:
-            return [Call((item,), want) for item, want in zip(lists, expected, strict=True)]
+    return [Call((item,), want) for item, want in telling_rows(rng, _steps(episode.task))]
 
 
 def _fenced(program: str) -> str:

@@ -23,8 +23,10 @@ from surefoot.envs.pipelines import (
     function_of,
     in_python,
     in_words,
+    telling_rows,
 )
 from surefoot.rewards.base import Episode, reward
+from surefoot.rewards.verifiers.code import Call, code_function
 from surefoot.rewards.verifiers.pytests import Repository, repository_tests
 from surefoot.rewards.verifiers.submission import verified
 from surefoot.sandbox import Limits, Profile, SharedSandbox
@@ -65,6 +67,7 @@ class _Package:
     files: Mapping[str, str]
     path: str
     name: str
+    steps: Steps
     right: str
     wrong_body: str
     right_body: str
@@ -116,6 +119,7 @@ def _package(seed: int, modules: int, other_words: bool) -> _Package:
         files=files,
         path=place,
         name=target,
+        steps=steps[target],
         right=right,
         wrong_body=_body(wrong, target),
         right_body=_body(steps[target], target),
@@ -188,12 +192,39 @@ _passes = repository_tests(
 )
 
 
-@reward(trust=Trust.VERIFIED, resolution=1.0, seconds=_passes.seconds)
+def _calls(episode: Episode, rng: random.Random) -> list[Call]:
+    return [Call((given,), want) for given, want in telling_rows(rng, _of(episode.task).steps)]
+
+
+def _importing(episode: Episode) -> str:
+    made = _of(episode.task)
+    module = made.path.removesuffix(".py").replace("/", ".")
+    return f"import sys\nsys.path.insert(0, '.')\nfrom {module} import {made.name}\n"
+
+
+def _package_files(episode: Episode) -> dict[str, bytes]:
+    """The package as the agent left it, without tests."""
+    left = {**_of(episode.task).files, **episode.state["files"]}
+    return {path: text.encode() for path, text in left.items()}
+
+
+_computes = code_function(
+    _calls, lambda episode: _of(episode.task).name, source=_importing, files=_package_files, seconds=5.0,
+    name="repaired",
+)  # fmt: skip
+
+
+@reward(trust=Trust.VERIFIED, resolution=1.0, seconds=_passes.seconds + _computes.seconds)
 async def repaired(episode: Episode) -> Scored:
-    """1 when the hidden tests pass with the files as the agent left them; without a change 0 and no run."""
+    """1 when the hidden tests pass with the files as the agent left them, and hidden calls of the function.
+
+    Tests run beside the package, so it can see what they expect; what the calls expect stays outside.
+    Without a change 0 and no run.
+    """
     if not episode.state["files"]:
         return verified(0.0, "repaired", "nothing was changed and submitted")
-    return cast("Scored", await _passes(episode))
+    tested = cast("Scored", await _passes(episode))
+    return tested if tested.value < 1.0 else cast("Scored", await _computes(episode))
 
 
 class Repo(ToolEnvironment):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -356,12 +357,14 @@ def test_an_object_that_equals_everything_passes_strong_twins_and_so_is_caught()
     )
 
 
-def test_parameters_change_as_a_column_and_nothing_else_does() -> None:
-    (twin, *_) = twins_of(_TESTS.decode(), "test_totals", 3, random.Random(2))
-    rows = ast.literal_eval(twin.source.split("'items, want', ")[1].split(")\n")[0])
-    assert [row[0] for row in rows] == [[], [5], [1, 2, 3]]
-    assert all(new != old for new, old in zip([row[1] for row in rows], [0, 5, 6], strict=True))
-    assert plain_source(_TESTS.decode()).count("\n") == twin.source.count("\n")
+def test_some_expected_values_of_a_table_change_and_nothing_else_does() -> None:
+    kept: Counter[int] = Counter()
+    for twin in twins_of(_TESTS.decode(), "test_totals", 20, random.Random(2)):
+        rows = ast.literal_eval(twin.source.split("'items, want', ")[1].split(")\n")[0])
+        assert [row[0] for row in rows] == [[], [5], [1, 2, 3]]
+        kept[sum(new == old for new, old in zip([row[1] for row in rows], [0, 5, 6], strict=True))] += 1
+        assert plain_source(_TESTS.decode()).count("\n") == twin.source.count("\n")
+    assert kept[3] == 0 and all(kept[number] > 2 for number in (0, 1, 2)), "a row as it was proves nothing"
 
 
 def test_a_test_without_a_condition_has_no_twin_and_a_missing_one_is_an_error() -> None:

@@ -57,6 +57,7 @@ class Run:
 
 Source = Callable[[Episode], str | None]
 Calls = Callable[[Episode, random.Random], Sequence[Call]]
+Files = Callable[[Episode], Mapping[str, bytes]]
 Runs = Callable[[Episode, random.Random], Sequence[Run]]
 
 
@@ -69,6 +70,7 @@ def code_function(
     partial: bool = False,
     seconds: float = 5.0,
     source: Source | None = None,
+    files: Files | None = None,
     opener: Opener | None = None,
     name: str = "code_function",
     weight: float = 1.0,
@@ -82,6 +84,8 @@ def code_function(
     it must hold for ``expected``.
     ``partial`` pays the share of calls that pass; it then also pays special cases.
     The program is the one fenced block of the final turn, or what ``source`` takes from the episode.
+    ``files(episode)``: path -> content of what lies in the program's folder, such as a package that the
+    agent changed, and that a ``source`` of yours imports after ``sys.path.insert(0, '.')``.
 
     Held: each call runs twice, in shuffled order, each time in a fresh process that holds neither
     expected values, tests nor other calls; only plain data comes back, so exits, patched modules,
@@ -99,7 +103,8 @@ def code_function(
         if not accept and len({_text(test.expected) for test in tests}) < 2:
             raise DataError(f"task {episode.task.id}: fewer than two different expected values")
         target = function if isinstance(function, str) else function(episode)
-        return [_call_test(test, program, target, accept, tolerance) for test in tests]
+        beside = files(episode) if files else {}
+        return [_call_test(test, program, target, accept, tolerance, beside) for test in tests]
 
     return _code_reward(name, weight, build, host, partial, seconds, source)
 
@@ -178,6 +183,7 @@ def _call_test(
     function: str,
     accept: Callable[[Call, Any], bool] | None,
     tolerance: float,
+    files: Mapping[str, bytes],
 ) -> _Test:
     mark = secrets.token_hex(8)
     request = {
@@ -197,7 +203,7 @@ def _call_test(
             return "" if same(value, test.expected, tolerance) else "a wrong value"
         return "" if _accepts(accept, test, value) else "a value that is not accepted"
 
-    return _Test(Job(_driver(), json.dumps(request).encode()), verdict)
+    return _Test(Job(_driver(), json.dumps(request).encode(), files), verdict)
 
 
 def _accepts(accept: Callable[[Call, Any], bool], test: Call, value: Any) -> bool:

@@ -147,9 +147,11 @@ def repository_tests(
     if it has one, and the evidence counts such tests: an object that equals everything passes them.
 
     Held: edits of tests, conftest and configuration, exits, skips, forged reports, patched pytest, lying
-    objects, frames and test files read at run time. Not stopped: code that knows the tests' text from
-    elsewhere and tells an original from a twin; guessing which jobs are twins (2^-20 a try); special
-    cases for the tests' inputs. Keep ``fail_to_pass`` out of what the agent sees.
+    objects, frames and test files read at run time. Not stopped: code that tells right expected values from
+    changed ones without computing them, be it from the tests' text or from what right values look like;
+    guessing which jobs are twins (2^-20 a try); special cases for the tests' inputs. Keep ``fail_to_pass``
+    out of what the agent sees, and where a function decides, add hidden calls by :func:`code_function`,
+    whose expected values stay outside.
     """
     if unguarded not in ("refuse", "allow"):
         raise ConfigError(f"{name}: unguarded is {unguarded!r}; use 'refuse' or 'allow'")
