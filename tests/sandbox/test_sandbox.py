@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -396,6 +395,37 @@ def test_killing_the_harness_or_the_fork_server_leaves_nothing(victim: str, tmp_
     raise AssertionError("the fork server is still there")
 
 
+_LOWER = """
+import asyncio
+from surefoot.sandbox import Sandbox, Limits
+async def main():
+    async with Sandbox.open(tier="none", limits=Limits(seconds=600)) as box:
+        running = asyncio.ensure_future(box.run("open('f', 'w').close(); import time; time.sleep(600)"))
+        await asyncio.sleep(0.3)
+        print(box._servers[0].pid, flush=True)
+        await running
+asyncio.run(main())
+"""
+
+
+def test_killing_the_harness_leaves_no_folder_of_a_lower_tier(tmp_path: Path) -> None:
+    harness = subprocess.Popen(
+        [sys.executable, "-c", _LOWER], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert harness.stdout is not None
+    server = int(harness.stdout.readline())
+    assert len(list(tmp_path.glob("*/root/*/box/f"))) == 1
+    harness.kill()
+    harness.wait()
+    harness.stdout.close()
+    for _ in range(250):
+        if _over(server):
+            break
+        time.sleep(0.02)
+    assert _over(server) and os.listdir(tmp_path) == []
+
+
 # -------------------- the child that is set up in advance
 
 _CONFINED = """
@@ -447,14 +477,10 @@ def test_a_child_set_up_in_advance_that_dies_harms_nobody_and_leaves_nothing_ope
         last = _spare(one)
         (server,) = _children(one.sandbox._servers[-1].pid)
         open_before = len(os.listdir(f"/proc/{server}/fd"))
-        for number in range(8):
+        for number in range(20):
             os.kill(last, signal.SIGKILL)
-            if number % 2:
-                time.sleep(0.05)
-                assert one.run(f"{number}").value == str(number)
-            else:  # dead before the hand-over, or after it: then no code has run, and that is said
-                with contextlib.suppress(SandboxFault):
-                    assert one.run(f"{number}").value == str(number)
+            time.sleep(0.05 * (number % 2))  # dead before the hand-over, or found dead after it
+            assert one.run(f"{number}").value == str(number)
             last = _spare(one, other_than=last)
         assert len(os.listdir(f"/proc/{server}/fd")) == open_before
 

@@ -47,6 +47,7 @@ class _Child:
     begun: float
     deadline: float
     reason: str = ""
+    fds: tuple[int, ...] = ()  # what a spare was given, kept until it ends: it may have died before
 
 
 @dataclass(slots=True)
@@ -113,6 +114,8 @@ class Zygote:
             os.waitpid(one.pid, 0)
             self._sweep(one)
         folders.wipe(self._config["slots"])
+        with contextlib.suppress(OSError):  # the harness removes it, unless it was killed
+            os.rmdir(os.path.dirname(self._config["slots"]))
 
     def _patience(self) -> float:
         return max(0.0, min(self._due - time.monotonic(), _WATCH_EVERY if self._busy() else 3600.0))
@@ -158,6 +161,8 @@ class Zygote:
             except OSError:  # it has just died
                 return False
         one = spare.child
+        one.fds = tuple(fds)
+        fds.clear()
         one.number, one.begun = order["id"], time.monotonic()
         one.deadline = one.begun + limits["seconds"]
         self._limit_time(one)
@@ -335,8 +340,22 @@ class Zygote:
             self._drop_spare(one)
             return
         del self._numbers[one.number]
+        if one.fds and self._again(one, died_early=not ready and not one.reason):
+            return
         message = {"id": one.number, "status": status, "reason": one.reason, "seconds": seconds}
         self._tell({**message, "ready": ready > 0, "cpu": usage.ru_utime + usage.ru_stime})
+
+    def _again(self, one: _Child, *, died_early: bool) -> bool:
+        """Let go of what a spare was given, after another child has got it where the spare died too early."""
+        try:
+            if died_early:
+                self._start(one.limits, list(one.fds), number=one.number)
+            return died_early
+        except OSError:
+            return False  # what the spare's end says is told
+        finally:
+            for fd in one.fds:
+                os.close(fd)
 
     def _drop_spare(self, one: _Child) -> None:
         """A spare ended unused: where that was not asked for, the next execution will tell why."""
