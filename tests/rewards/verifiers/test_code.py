@@ -398,3 +398,19 @@ def test_10_what_a_call_leaves_behind_is_gone_at_the_next(episode: Make, score: 
         "    return sum(a * a for a in x) + seen"
     )
     assert value(score(boxed, episode(fenced(program)))) == 1.0
+
+
+def test_a_package_that_the_agent_changed_is_called_as_it_lies_in_the_folder(
+    episode: Make, score: Ask, plain: Opener
+) -> None:
+    source = "import sys\nsys.path.insert(0, '.')\nfrom shop.prices import solve\n"
+    helper = b"def square(n):\n    return n * n\n"
+
+    def paid(prices: str) -> float:
+        files = {"shop/__init__.py": b"", "shop/helper.py": helper, "shop/prices.py": prices.encode()}
+        reward = code_function(squares, source=lambda e: source, files=lambda e: files, opener=plain)
+        return value(score(reward, episode("done")))
+
+    assert paid("from shop.helper import square\ndef solve(x): return sum(map(square, x))\n") == 1.0
+    assert paid("from shop.helper import square\ndef solve(x): return len(x)\n") == 0.0
+    assert paid("from shop.missing import square\n") == 0.0
