@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from surefoot.core.errors import ConfigError
 from surefoot.core.types import Score, Scored, Unscored
 from surefoot.rewards.base import Episode, Reward
-from surefoot.rewards.verifiers.sql import mutate, same_rows, sql_result
+from surefoot.rewards.verifiers.mutants import mutate
+from surefoot.rewards.verifiers.sql import same_rows, sql_result
 
 Make = Callable[..., Episode]
 Ask = Callable[[Reward, Episode], Score]
@@ -219,23 +221,281 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
         sql_result(lambda episode: _SCRIPT, **options)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_24_a_mutant_keeps_keys_references_and_domains(tmp_path: Path, seed: int) -> None:
-    source, target = tmp_path / "a.db", tmp_path / "b.db"
-    with sqlite3.connect(source) as connection:
-        connection.executescript(_SCRIPT)
-    connection.close()
-    mutate(source, target, seed)
-    with sqlite3.connect(target) as mutant:
-        mutant.execute("ATTACH ? AS original", (str(source),))
+def _shop() -> str:
+    rng = random.Random(7)
+    lines = [
+        "CREATE TABLE client(id INTEGER PRIMARY KEY, code TEXT UNIQUE, city TEXT, country TEXT, boss_id "
+        "INT);",
+        "CREATE TABLE sale(id INTEGER PRIMARY KEY, client_id INT, status TEXT CHECK(status IN ('open', "
+        "'paid', 'void')), total REAL CHECK(total > 0), day TEXT, note TEXT);",
+        "CREATE TABLE line(sale INT REFERENCES Sale, nr INT, size INT NOT NULL, PRIMARY KEY(sale, nr)) "
+        "WITHOUT ROWID;",
+    ]
+    cities = [("Bonn", "de"), ("Ulm", "de"), ("Lyon", "fr"), ("Rome", "it")]
+    for i in range(1, 13):
+        city, country = cities[i % 4]
+        boss = "NULL" if i < 4 else rng.randrange(1, i)
+        lines.append(f"INSERT INTO client VALUES({i}, 'K{i}', '{city}', '{country}', {boss});")
+    for i in range(1, 41):
+        status, total = rng.choice(("open", "paid", "void")), rng.randrange(200, 9000) / 4
+        day = f"202{rng.randrange(3)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
+        note = rng.choice(("NULL", f"'call {i}'"))
+        lines.append(
+            f"INSERT INTO sale VALUES({i}, {rng.randrange(1, 13)}, '{status}', {total}, '{day}', {note});"
+        )
+        lines += [f"INSERT INTO line VALUES({i}, {n}, {rng.randrange(1, 90)});" for n in range(i % 3)]
+    return "\n".join(lines)
+
+
+_SHOP = _shop()
+_SHOP_REWARD = sql_result(lambda episode: _SHOP, seconds=3.0)
+
+
+def _visible_in_shop(query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(":memory:") as connection:
+        connection.executescript(_SHOP)
+        return connection.execute(query).fetchall()
+
+
+def _listed(query: str) -> str:
+    return ", ".join(repr(value) for (value,) in _visible_in_shop(query))
+
+
+def _without_the_condition() -> dict[str, tuple[str, str]]:
+    """Queries that are right on the visible data, but name its rows instead of stating the condition."""
+    paid = "SELECT day FROM sale WHERE status = 'paid'"
+    ids = _listed("SELECT id FROM sale WHERE status = 'paid'")
+    others = _listed("SELECT id FROM sale WHERE status <> 'paid'")
+    each = [int(text) for text in ids.split(", ")]
+    big = "SELECT id, day FROM sale WHERE total > 900"
+    top = _listed("SELECT id FROM sale ORDER BY total DESC LIMIT 3").split(", ")
+    german = "SELECT SUM(s.total) FROM sale s JOIN client c ON c.id = s.client_id WHERE c.country = 'de'"
+    city = "SELECT city, COUNT(*) FROM client GROUP BY city"
+    towns = _visible_in_shop("SELECT DISTINCT city FROM client")
+    late = "SELECT COUNT(*), SUM(total) FROM sale WHERE day >= '2021-06-01'"
+    places = _visible_in_shop("SELECT n, day FROM (SELECT status, day, ROW_NUMBER() OVER () n FROM sale) "
+                              "WHERE status = 'paid'")  # fmt: skip
+    return {
+        "IN": (f"SELECT day FROM sale WHERE id IN ({ids})", paid),
+        "NOT IN": (f"SELECT day FROM sale WHERE id NOT IN ({others})", paid),
+        "OR": (f"SELECT day FROM sale WHERE {' OR '.join(f'id = {i}' for i in each)}", paid),
+        "CASE": (f"SELECT day FROM sale WHERE CASE WHEN id IN ({ids}) THEN 1 ELSE 0 END", paid),
+        "BETWEEN": (
+            f"SELECT day FROM sale WHERE {' OR '.join(f'id BETWEEN {i} AND {i}' for i in each)}", paid
+        ),
+        "rowid": (f"SELECT day FROM sale WHERE rowid IN ({ids})", paid),
+        "a bit mask": (f"SELECT day FROM sale WHERE {sum(1 << i for i in each)} >> id & 1", paid),
+        "instr": (f"SELECT day FROM sale WHERE instr(',{ids.replace(' ', '')},', ',' || id || ',')", paid),
+        "a list of ids": (f"WITH k(i) AS (VALUES ({ids.replace(', ', '), (')})) SELECT day FROM sale, k "
+                          "WHERE id = i", paid),
+        "place": (
+            "SELECT day FROM (SELECT day, ROW_NUMBER() OVER () n FROM sale) WHERE n IN "
+            f"({', '.join(str(n) for n, _ in places)})", paid,
+        ),
+        "OFFSET": (
+            " UNION ALL ".join(
+                f"SELECT * FROM (SELECT day FROM sale LIMIT 1 OFFSET {n - 1})" for n, _ in places
+            ),
+            paid,
+        ),
+        "constants": (" UNION ALL ".join(f"SELECT '{day}'" for _, day in places), paid),
+        "days": (f"SELECT day FROM sale WHERE day IN ({_listed(paid)})", paid),
+        "totals": (
+            "SELECT id, day FROM sale WHERE total IN "
+            f"({_listed('SELECT total FROM sale WHERE total > 900')})",
+            big,
+        ),
+        "maximum": (
+            f"SELECT id FROM sale WHERE id IN ({', '.join(top)})",
+            "SELECT id FROM sale ORDER BY total DESC LIMIT 3"
+        ),
+        "undeclared reference": (
+            "SELECT SUM(total) FROM sale WHERE client_id IN "
+            f"({_listed('SELECT id FROM client WHERE country = ' + repr('de'))})", german,
+        ),
+        "declared reference": (
+            f"SELECT SUM(size) FROM line WHERE sale IN ({ids})",
+            "SELECT SUM(size) FROM line JOIN sale ON sale.id = line.sale WHERE status = 'paid'",
+        ),
+        "unique text": (
+            "SELECT id FROM client WHERE code IN "
+            f"({_listed('SELECT code FROM client WHERE city = ' + repr('Ulm'))})",
+            "SELECT id FROM client WHERE city = 'Ulm'",
+        ),
+        "another column": (
+            "SELECT SUM(total) FROM sale JOIN client c ON c.id = client_id WHERE city IN ('Bonn', 'Ulm')",
+            german,
+        ),
+        "groups by name": (
+            " UNION ALL ".join(
+                f"SELECT '{town}', COUNT(*) FROM client WHERE city = '{town}' HAVING COUNT(*) > 0"
+                for (town,) in towns
+            ), city,
+        ),
+        "days after": (
+            "SELECT COUNT(*), SUM(total) FROM sale WHERE day IN "
+            f"({_listed('SELECT day FROM sale WHERE day >= ' + repr('2021-06-01'))})", late,
+        ),
+        "NULL": (
+            "SELECT COUNT(*), SUM(total) FROM sale WHERE id IN "
+            f"({_listed('SELECT id FROM sale WHERE note IS NULL')})",
+            "SELECT COUNT(*), SUM(total) FROM sale WHERE note IS NULL",
+        ),
+    }  # fmt: skip
+
+
+_NAMING = _without_the_condition()
+
+
+@pytest.mark.parametrize("key", _NAMING)
+def test_09_a_query_that_names_visible_rows_gets_nothing(episode: Make, score: Ask, key: str) -> None:
+    query, gold = _NAMING[key]
+    assert sorted(_visible_in_shop(query)) == sorted(_visible_in_shop(gold))
+    assert value(score(_SHOP_REWARD, episode(fenced(query), gold))) == 0.0
+    assert value(score(_SHOP_REWARD, episode(fenced(gold), gold))) == 1.0
+
+
+_PAID = (
+    "SELECT c.code, COUNT(*) FROM sale s JOIN client c ON c.id = s.client_id WHERE s.status = 'paid' "
+    "GROUP BY c.id"
+)
+_YEAR = "SELECT strftime('%Y-%m', day), COUNT(*) FROM sale WHERE day >= '2021-01-01' GROUP BY 1"
+_CITY = "SELECT city, country, COUNT(*) FROM client GROUP BY city, country"
+_OPEN = "SELECT id FROM sale WHERE status <> 'void' AND note IS NOT NULL"
+_EQUIVALENT = [
+    # An undeclared reference, a unique code, and a city that settles the country.
+    (_PAID.replace("GROUP BY c.id", "GROUP BY c.code"), _PAID),
+    (_PAID.replace("GROUP BY c.id", "GROUP BY s.client_id"), _PAID),
+    ("SELECT code AS c, SUM(status = 'paid') AS n FROM client, sale WHERE client.id = client_id GROUP BY 1 "
+     "HAVING n > 0", _PAID),
+    ("SELECT (SELECT code FROM client WHERE id = client_id), COUNT(*) FROM sale WHERE status = 'paid' "
+     "GROUP BY client_id", _PAID),
+    ("SELECT code, n FROM client JOIN (SELECT client_id i, COUNT(*) n FROM sale WHERE status LIKE 'paid' "
+     "GROUP BY client_id) ON i = id", _PAID),
+    ("SELECT code, COUNT(*) FROM sale LEFT JOIN client c ON c.id = client_id WHERE status = 'paid' "
+     "GROUP BY code", _PAID),
+    ("SELECT substr(day, 1, 7), COUNT(*) FROM sale WHERE substr(day, 1, 4) >= '2021' GROUP BY 1", _YEAR),
+    ("SELECT substr(day, 1, 7), SUM(1) FROM sale WHERE date(day) > date('2020-12-31') GROUP BY 1", _YEAR),
+    ("SELECT substr(day, 1, 7) m, COUNT(*) FROM sale WHERE day NOT LIKE '2020%' GROUP BY m", _YEAR),
+    ("SELECT city, country, COUNT(*) FROM client GROUP BY city", _CITY),
+    ("SELECT city, MAX(country), COUNT(id) FROM client GROUP BY city", _CITY),
+    ("SELECT id FROM sale WHERE status IN ('open', 'paid') AND note IS NOT NULL", _OPEN),
+    ("SELECT id FROM sale WHERE NOT (status = 'void' OR note IS NULL)", _OPEN),
+    ("SELECT id FROM sale WHERE note IS NOT NULL EXCEPT SELECT id FROM sale WHERE status = 'void'", _OPEN),
+    ("SELECT a.code FROM client a WHERE EXISTS (SELECT 1 FROM client b WHERE b.boss_id = a.id)",
+     "SELECT DISTINCT a.code FROM client a JOIN client b ON b.boss_id = a.id"),
+    ("SELECT s.id FROM sale s LEFT JOIN line l ON l.sale = s.id GROUP BY s.id HAVING COUNT(l.nr) = 0",
+     "SELECT id FROM sale WHERE id NOT IN (SELECT sale FROM line)"),
+    ("SELECT id FROM sale WHERE total = (SELECT MAX(total) FROM sale)",
+     "SELECT id FROM sale ORDER BY total DESC LIMIT 1"),
+    ("SELECT SUM(size) FROM line", "SELECT SUM(size) FROM line JOIN sale ON sale.id = sale JOIN client c "
+     "ON c.id = client_id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("query", "gold"), _EQUIVALENT)
+def test_another_way_to_write_a_query_keeps_full_reward(
+    episode: Make, score: Ask, query: str, gold: str
+) -> None:
+    assert value(score(_SHOP_REWARD, episode(fenced(query), gold))) == 1.0
+
+
+def test_a_result_that_can_only_shrink_is_still_measured(episode: Make, score: Ask) -> None:
+    gold = "SELECT DISTINCT status FROM sale WHERE total > 2000 AND status = 'paid'"
+    assert value(score(_SHOP_REWARD, episode(fenced(gold), gold))) == 1.0
+    assert value(score(_SHOP_REWARD, episode(fenced("SELECT 'paid'"), gold))) == 0.0
+
+
+def _mutant(folder: Path, script: str, seed: int, reference: str = "") -> sqlite3.Connection:
+    source, target = folder / "a.db", folder / f"{seed}.db"
+    if not source.exists():
+        with sqlite3.connect(source) as connection:
+            connection.executescript(script)
+        connection.close()
+    mutate(source, target, seed, reference)
+    mutant = sqlite3.connect(target)
+    mutant.execute("ATTACH ? AS original", (str(source),))
+    return mutant
+
+
+@pytest.mark.parametrize("script", [_SCRIPT, _SHOP])
+def test_24_a_mutant_keeps_what_the_schema_demands(tmp_path: Path, script: str) -> None:
+    for seed in range(10):
+        mutant = _mutant(tmp_path, script, seed)
         assert not mutant.execute("PRAGMA main.foreign_key_check").fetchall()
         assert mutant.execute("PRAGMA main.integrity_check").fetchall() == [("ok",)]
-        for column in ("pay", "age", "name", "dept_id"):
-            new = f"SELECT COUNT(*) FROM emp WHERE {column} NOT IN (SELECT {column} FROM original.emp)"
-            assert mutant.execute(new).fetchone() == (0,)
-        kept = mutant.execute("SELECT COUNT(*) FROM emp").fetchone()[0]
-        assert 0 < kept < 40
-    mutant.close()
+        for (table,) in mutant.execute(
+            "SELECT name FROM original.sqlite_master WHERE type='table'"
+        ).fetchall():
+            count = f"SELECT COUNT(*), (SELECT COUNT(*) FROM original.{table}) FROM main.{table}"
+            kept, before = mutant.execute(count).fetchone()
+            assert 0 < kept <= before
+        mutant.close()
+
+
+def test_24_a_mutant_keeps_the_kind_of_each_value_and_what_it_belongs_to(tmp_path: Path) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(10):
+        mutant = _mutant(tmp_path, _SHOP, seed, "SELECT id FROM client WHERE code = 'K3'")
+        for query, want in {
+            "SELECT COUNT(*) FROM sale WHERE date(day) IS NOT day": 0,
+            "SELECT COUNT(*) FROM sale WHERE total * 4 <> CAST(total * 4 AS INT) AND total * 100 % 1 <> 0": 0,
+            "SELECT COUNT(*) FROM sale WHERE client_id NOT IN (SELECT id FROM client)": 0,
+            "SELECT COUNT(*) FROM client WHERE code NOT GLOB '[A-Z][0-9]*'": 0,
+            "SELECT COUNT(*) FROM (SELECT 1 FROM client GROUP BY city HAVING COUNT(DISTINCT country) > 1)": 0,
+        }.items():
+            assert mutant.execute(query).fetchone() == (want,), query
+        for table, column in (("sale", "id"), ("sale", "day"), ("sale", "total"), ("client", "city")):
+            new = (
+                f"SELECT {column} FROM {table} WHERE {column} NOT IN (SELECT {column} FROM original.{table})"
+            )
+            seen[column] += mutant.execute(f"SELECT COUNT(*) FROM ({new})").fetchone()[0] > 0
+        seen["K3"] += mutant.execute("SELECT COUNT(*) FROM client WHERE code = 'K3'").fetchone()[0]
+        mutant.close()
+    assert all(seen[column] > 7 for column in ("id", "day", "total", "city")), seen
+    assert seen["K3"] > 7  # a value that is named is lost only with its row
+
+
+_ODD = """
+CREATE TABLE "a b"("x ""y" TEXT COLLATE NOCASE UNIQUE, z ANY, twice INT GENERATED ALWAYS AS (z * 2));
+CREATE TABLE tree(id INTEGER PRIMARY KEY, up INT REFERENCES tree(id), low INT, high INT, CHECK(low <= high));
+CREATE TABLE pair(p INT, q TEXT, PRIMARY KEY(p, q));
+CREATE TABLE child(p INT, q TEXT, n INT NOT NULL, FOREIGN KEY(p, q) REFERENCES pair);
+CREATE TABLE nowhere(n INT REFERENCES gone(id), m INT REFERENCES tree(gone));
+CREATE TABLE strict(i INTEGER PRIMARY KEY CHECK(i < 12), r REAL, t TEXT, b BLOB) STRICT;
+CREATE TABLE empty(id INTEGER PRIMARY KEY, t TEXT);
+CREATE VIEW seen AS SELECT * FROM tree;
+INSERT INTO "a b" VALUES('A', 1), ('b', 1.5), ('c', 'text'), ('d', x'00'), ('{"k": 1}', NULL), ('é', 9e999);
+INSERT INTO nowhere VALUES(1, 2), (3, 4), (9223372036854775807, -9223372036854775808);
+""" + "\n".join(
+    f"INSERT INTO tree VALUES({i}, {i - 1 or 'NULL'}, {i * 7 % 11}, {i * 7 % 11 + i * 5 % 13});"
+    f"INSERT INTO pair VALUES({i % 3}, 'q{i // 3}'); INSERT INTO child VALUES({i % 3}, 'q{i // 3}', {i});"
+    f"INSERT INTO strict VALUES({i}, {i}.5, '12:{i + 10}', x'0{i % 9}');"
+    for i in range(1, 12)
+)
+
+
+def test_24_odd_schemas_have_mutants_that_keep_them(tmp_path: Path) -> None:
+    for seed in range(20):
+        mutant = _mutant(tmp_path, _ODD, seed, "SELECT id FROM tree WHERE low > 3")
+        for table in ("tree", "pair", "child"):
+            assert not mutant.execute(f"PRAGMA main.foreign_key_check({table})").fetchall()
+            assert mutant.execute(f"SELECT COUNT(*) FROM main.{table}").fetchone()[0] > 0
+        assert mutant.execute("PRAGMA main.integrity_check").fetchall() == [("ok",)]
+        assert (
+            mutant.execute("SELECT COUNT(*) FROM main.strict WHERE t GLOB '12:[1-2][0-9]'").fetchone()[0] > 0
+        )
+        mutant.close()
+
+
+def test_the_same_seed_makes_the_same_mutant(tmp_path: Path) -> None:
+    dumps: list[list[str]] = []
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        mutant = _mutant(tmp_path / name, _SHOP, 3)
+        dumps.append(list(mutant.iterdump()))
+        mutant.close()
+    assert dumps[0] == dumps[1]
 
 
 _ROWS = st.lists(

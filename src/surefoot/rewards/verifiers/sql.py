@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 import sqlite3
 import tempfile
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +23,7 @@ from surefoot.core.types import Scored, Trust
 from surefoot.rewards.base import Episode, Reward, reward
 from surefoot.rewards.verifiers.children.wire import pack, same, unpack
 from surefoot.rewards.verifiers.helper import HelperDied, HelperPool, HelperTimeout
+from surefoot.rewards.verifiers.mutants import mutate, temporary
 from surefoot.rewards.verifiers.submission import Form, check_form, submitted, verified
 
 # A database: the path of a file, or an SQL script that builds one.
@@ -34,7 +34,6 @@ _SQLITE = HelperPool(Path(__file__).parent / "children" / "sql_child.py", memory
 _GRACE = 2.0
 _DEADLINE = 600.0
 _TRIES = 12
-_MOST_CELLS = 2_000_000
 
 
 def sql_result(
@@ -53,8 +52,9 @@ def sql_result(
     """1 when the submitted query gives the rows that the reference query gives, on every database.
 
     ``database`` names the database of an episode (several: all are used). From the first, ``mutants``
-    changed copies are made (rows deleted with their dependants, numbers exchanged between rows),
-    each of which changes the reference's result; so a query that only holds the visible result fails.
+    changed copies are made (see ``mutate``), each of which gives the reference another result, and not
+    part of one that it gave before where that can be found. So a query fails that only holds the visible
+    result, or names rows by keys, places or values that the reference does not name.
     Rows are compared as a multiset (``ordered``: as a sequence), by exact type (1 is not 1.0, which
     AVG returns), floats within ``tolerance`` * max(1, |reference|); column names do not count.
 
@@ -62,9 +62,17 @@ def sql_result(
     SELECT or WITH statement; no PRAGMA, ATTACH, writing, schema table or function that reaches outside
     (SQLite's authorizer decides); at most ``rows`` rows; stopped after ``seconds`` of CPU time. Breaking
     any of these is 0. If the reference breaks one, or no mutant changes its result: Unscored.
-    Not stopped: a query that is right by accident on every database; a query that is right but relies
-    on what only the original data has (undeclared keys) may fail on mutants: then give databases of
-    your own and ``mutants=0``.
+
+    Not stopped: a query that is right by accident on every database, which a count over a handful of
+    rows makes likelier; naming blobs; naming all values but one of a column in which few recur and the
+    reference names that one (``IN ('open', 'paid')`` for ``<> 'void'``), or all integers of a column
+    without gaps in which they recur. A query that is right but relies on what only the original data has
+    (a reference whose column is not named like the key, a form of text other than ISO dates, a column
+    that follows from one that the reference filters by) may fail on mutants: then give databases of your
+    own and ``mutants=0``, and only they tell a copied result from a query.
+
+    Raises ConfigError when a setting is out of range. Scoring raises DataError, so is Unscored,
+    when the reference cannot be measured.
     """
     check_form(name, form)
     for key, value, low in (("mutants", mutants, 0), ("rows", rows, 1)):
@@ -189,7 +197,7 @@ class _Shelf:
         target = self._room() / f"{digest(source, len(self._known))}.db"
         if target.exists():
             return target
-        with _temporary(target) as copy:
+        with temporary(target) as copy:
             if isinstance(source, Path):
                 if not source.is_file():
                     raise DataError(f"database {source} does not exist")
@@ -204,17 +212,28 @@ class _Shelf:
     def _measure(self, gold: str, paths: list[Path], setup: _Setup, key: str) -> list[tuple[Path, Rows]]:
         found = [(path, _reference_rows(path, gold, setup)) for path in paths]
         first, rows = found[0]
+        wanted = len(found) + setup.mutants
+        spare: list[tuple[Path, Rows]] = []
         for attempt in range(_TRIES * setup.mutants):
-            if len(found) == len(paths) + setup.mutants:
+            if len(found) == wanted:
                 break
             target = self._room() / f"{key}-{attempt}.db"
-            mutate(first, target, derive("sql mutant", key, attempt))
-            changed = _reference_rows(target, gold, setup)
-            if same_rows(changed, rows, ordered=setup.ordered, tolerance=setup.tolerance):
+            mutate(first, target, derive("sql mutant", key, attempt), gold)
+            changed = _rows_or_none(target, gold, setup)
+            if changed is None or same_rows(changed, rows, ordered=setup.ordered, tolerance=setup.tolerance):
                 target.unlink()
-            else:
+            elif not any(_within(changed, other) for _, other in found):
                 found.append((target, changed))
-        if len(found) < len(paths) + setup.mutants:
+            elif len(spare) < setup.mutants:
+                spare.append((target, changed))
+            else:
+                target.unlink()
+        # Some references have few possible results: then a mutant need only differ from the visible one.
+        used = wanted - len(found)
+        for path, _ in spare[used:]:
+            path.unlink()
+        found += spare[:used]
+        if len(found) < wanted:
             raise DataError(
                 f"only {len(found) - len(paths)} of {setup.mutants} mutants change the reference's result; "
                 "a copied result could not be told from a query. Give several databases and mutants=0"
@@ -222,108 +241,21 @@ class _Shelf:
         return found
 
 
+def _within(rows: Rows, other: Rows) -> bool:
+    """Whether ``other`` holds all of ``rows``, as multisets: a query for fewer rows may give them."""
+    return Counter(map(_key, rows)) <= Counter(map(_key, other))
+
+
+def _rows_or_none(path: Path, gold: str, setup: _Setup) -> Rows | None:
+    """None if the reference fails on a mutant, which then proves nothing."""
+    try:
+        return _run(path, gold, setup)
+    except _QueryError:
+        return None
+
+
 def _reference_rows(path: Path, gold: str, setup: _Setup) -> Rows:
     try:
         return _run(path, gold, setup)
     except _QueryError as error:
         raise DataError(f"the reference query fails: {error}") from error
-
-
-def mutate(source: Path, target: Path, seed: int) -> None:
-    """Write a changed copy of the database ``source`` to ``target``; the same seed, the same copy.
-
-    A share of the rows goes, with those that refer to them, and numbers that are neither keys nor
-    references are exchanged between rows. So types, domains, declared keys and references stay true.
-    """
-    rng = random.Random(seed)
-    with _temporary(target) as copy:
-        with sqlite3.connect(f"{source.as_uri()}?mode=ro&immutable=1", uri=True) as original:
-            original.backup(copy)
-        original.close()
-        copy.execute("PRAGMA foreign_keys=OFF")
-        for (trigger,) in copy.execute("SELECT name FROM sqlite_master WHERE type='trigger'").fetchall():
-            copy.execute(f"DROP TRIGGER {_quoted(trigger)}")
-        tables = _tables(copy)
-        share = rng.choice((0.15, 0.3, 0.5))
-        for table in tables:
-            _change(copy, table, rng, share)
-        for _ in tables:  # a chain of references is at most as long as there are tables
-            for table in tables:
-                _drop_orphans(copy, table)
-    copy.close()
-
-
-def _temporary(path: Path) -> sqlite3.Connection:
-    """A connection to a file that need not survive a crash, and so is not synced."""
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA synchronous=OFF")
-    return connection
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _tables(copy: sqlite3.Connection) -> list[str]:
-    listed = copy.execute("PRAGMA table_list").fetchall()
-    return sorted(row[1] for row in listed if row[0] == "main" and row[2] == "table"
-                  and not row[1].startswith("sqlite_"))  # fmt: skip
-
-
-def _change(copy: sqlite3.Connection, table: str, rng: random.Random, share: float) -> None:
-    columns = [row for row in copy.execute(f"PRAGMA table_xinfo({_quoted(table)})") if row[6] == 0]
-    names = [cast("str", row[1]) for row in columns]
-    fixed = {cast("str", row[1]) for row in columns if row[5]} | _bound(copy, table)
-    listing = ", ".join(map(_quoted, names))
-    rows = [list(row) for row in copy.execute(f"SELECT {listing} FROM {_quoted(table)}")]
-    if len(rows) * len(names) > _MOST_CELLS:
-        raise DataError(f"table {table} is too large to change; give several databases and mutants=0")
-    kept = [row for row in rows if rng.random() >= share] or rows[:1]
-    for at, name in enumerate(names):
-        places = [row for row in kept if type(row[at]) in (int, float)]
-        if name in fixed or not places:
-            continue
-        values = [row[at] for row in places]
-        rng.shuffle(values)
-        for row, value in zip(places, values, strict=True):
-            row[at] = value
-    copy.execute(f"DELETE FROM {_quoted(table)}")
-    marks = ", ".join("?" * len(names))
-    # A CHECK that an exchange breaks costs that row.
-    copy.executemany(f"INSERT OR IGNORE INTO {_quoted(table)} ({listing}) VALUES ({marks})", kept)
-
-
-def _bound(copy: sqlite3.Connection, table: str) -> set[str]:
-    """Columns that refer elsewhere or belong to a unique index."""
-    found = {cast("str", row[3]) for row in copy.execute(f"PRAGMA foreign_key_list({_quoted(table)})")}
-    for row in copy.execute(f"PRAGMA index_list({_quoted(table)})").fetchall():
-        if row[2]:
-            found |= {item[2] for item in copy.execute(f"PRAGMA index_info({_quoted(row[1])})") if item[2]}
-    return found
-
-
-def _drop_orphans(copy: sqlite3.Connection, table: str) -> None:
-    keys: Mapping[int, list[tuple[str, str, str | None]]] = _foreign_keys(copy, table)
-    for parts in keys.values():
-        parent = parts[0][1]
-        listed = copy.execute(f"PRAGMA table_info({_quoted(parent)})").fetchall()
-        primary = [row[1] for row in sorted(listed, key=lambda row: row[5]) if row[5]]
-        if not primary and any(part[2] is None for part in parts):
-            continue  # a reference to a table that does not exist
-        matches, present = [], []
-        for i, (own, _, other) in enumerate(parts):
-            matches.append(f"p.{_quoted(other or primary[i])} = {_quoted(table)}.{_quoted(own)}")
-            present.append(f"{_quoted(own)} IS NOT NULL")
-        copy.execute(
-            f"DELETE FROM {_quoted(table)} WHERE {' AND '.join(present)} AND NOT EXISTS "
-            f"(SELECT 1 FROM {_quoted(parent)} p WHERE {' AND '.join(matches)})"
-        )
-
-
-def _foreign_keys(copy: sqlite3.Connection, table: str) -> dict[int, list[tuple[str, str, str | None]]]:
-    """Constraint number -> [(own column, parent table, parent column or None for its primary key)]."""
-    found: dict[int, list[tuple[str, str, str | None]]] = defaultdict(list)
-    listed = copy.execute(f"PRAGMA foreign_key_list({_quoted(table)})").fetchall()
-    for row in sorted(listed, key=lambda row: (row[0], row[1])):
-        found[row[0]].append((row[3], row[2], row[4]))
-    return found
