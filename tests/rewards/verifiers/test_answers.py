@@ -5,6 +5,8 @@ Exploits are numbered as on the reward-hacking page of the design.
 
 from __future__ import annotations
 
+import random
+import re
 import string
 import time
 from collections.abc import Callable
@@ -110,6 +112,71 @@ def test_reading_never_raises_and_gives_an_answer_or_a_reason(text: str, form: A
     assert found.text is None or (found.text.strip() == found.text != "" and found.text in text)
 
 
+# What submitted() reads, as patterns that are easy to believe but take quadratic time.
+_SIMPLE = {
+    "line": re.compile(r"^[ \t]*Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE),
+    "tag": re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
+    "fence": re.compile(r"^```[A-Za-z0-9_+-]*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE),
+}
+_AFTER_SIMPLE = re.compile(r"[\s$.*]*(?:\\[)\]])?[\s$.*]*")
+_PARTS = ("```", "```\n", "\n```", "```py\n", "\n", "\r", " ", "\t", "x", "Answer:", "\nAnswer: 5",
+          "<answer>", "</answer>", ".", "$", "*", "\\)", "\\", "5", "\x0b", "\xa0", "\u2028")  # fmt: skip
+
+
+def _simple_last(text: str, form: str) -> str | None:
+    found = list(_SIMPLE[form].finditer(text))
+    if form == "tag" and not text.count("<answer>") == text.count("</answer>") == len(found):
+        return None
+    if not found or (form != "fence" and not _AFTER_SIMPLE.fullmatch(text[found[-1].end() :])):
+        return None
+    return found[-1].group(1).strip() or None
+
+
+@pytest.mark.parametrize("form", _SIMPLE)
+def test_the_linear_readers_find_what_the_simple_patterns_find(form: Any) -> None:
+    rng = random.Random(7)
+    answers = 0
+    for _ in range(20_000):
+        parts = rng.sample(_PARTS, rng.choice((4, 7, len(_PARTS))))
+        text = "".join(rng.choice(parts) for _ in range(rng.randint(0, 9)))
+        wanted = _simple_last(text, form)
+        assert submitted(text, form, last=True).text == wanted, repr(text)
+        answers += wanted is not None
+    assert answers > 20
+
+
+@pytest.mark.parametrize("form", ["whole", "line", "tag", "boxed", "fence"])
+@pytest.mark.parametrize(
+    ("start", "repeated", "end"),
+    [
+        ("", "```a\n", ""),
+        ("```a", " ", "x"),
+        ("", "```\n", ""),
+        ("Answer: x", " ", "x"),
+        ("Answer: x\n", ".", "x"),
+        ("", "Answer: x\n", ""),
+        ("", " ", "Answer"),
+        ("", "<answer>", ""),
+        ("", "<answer>5</answer>", ""),
+        ("", "\\boxed{", ""),
+        ("", "\\boxed{5}", ""),
+        ("", "<|", ""),
+        ("", "</result", ""),
+    ],
+)
+def test_29_the_longest_turns_are_read_in_the_time_that_their_length_takes(
+    form: Any, start: str, repeated: str, end: str
+) -> None:
+    text = start + repeated * ((200_000 - len(start) - len(end)) // len(repeated)) + end
+    began = time.thread_time()
+    for char in text:
+        ord(char)
+    passed = time.thread_time()
+    submitted(text, form, last=True)
+    # Quadratic reading took thousands of times as long as one look at each character.
+    assert time.thread_time() - passed < 100 * max(passed - began, 0.005)
+
+
 def test_ordinary_text_with_angle_brackets_holds_no_forged_mark() -> None:
     assert not forged_marks(
         "if a < b and c > d: <answer>5</answer> <b>bold</b> x <- y [1] <information theory"
@@ -213,6 +280,83 @@ def test_a_mark_that_changes_a_number_is_not_dropped(
     assert value(score(token_f1(), episode(answer, gold))) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("5-3", "53"),
+        ("1e-5", "1e5"),
+        ("1,5", "15"),
+        ("10^2", "102"),
+        ("2*3", "23"),
+        ("2 + 3", "2 - 3"),
+        ("1_2", "12"),
+        ("a-b", "a+b"),
+        ("x^2", "x2"),
+        ("x-1", "x1"),
+        ("C#", "C"),
+        ("C++", "C"),
+        ("C#", "C++"),
+        ("A+", "A"),
+        ("Vitamin", "Vitamin A"),
+        ("plan", "Plan A"),
+        ("=-5", "5"),
+        ("x = -5", "x = 5"),
+        ("**-5**", "5"),
+        ("-**5**", "5"),
+        ('"-5"', "5"),
+        ('-"5"', "5"),
+        ("`-5`", "5"),
+        ("_-5_", "5"),
+        ("- 5", "5"),
+        ("-(5)", "5"),
+        ('".5"', "5"),
+        ("*.5", "5"),
+        ("50 %", "50"),
+        ("<5", "5"),
+        ("~5", "5"),
+        ("5!", "5"),
+        ("2024-01-15", "20240115"),
+        ("1.000", "1000"),
+    ],
+)
+def test_what_tells_two_answers_apart_is_not_dropped(
+    episode: Make, score: Ask, answer: str, gold: str
+) -> None:
+    assert value(score(exact_match(), episode(answer, gold))) == 0.0
+    assert value(score(exact_match(), episode(gold, answer))) == 0.0
+    assert value(score(exact_match(), episode(answer, answer))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("- 5", "-5"),
+        ("**-5**", "-5"),
+        ('"-5"', "-5"),
+        ("(-5).", "-5"),
+        ("= 5", "5"),
+        ("+5", "5"),
+        ("$5.", "5"),
+        ("50 %", "50%"),
+        ("2 + 3", "2+3"),
+        ("1990 - 1995", "1990-1995"),
+        ("1,234,567", "1234567"),
+        ('"c#"', "C#"),
+        ("c++.", "C++"),
+        ("the vitamin a", "Vitamin A"),
+        ("Nile", "the Nile"),
+        ("COVID19", "COVID-19"),
+        ("wellknown", "well-known"),
+        ("ONeill", "O'Neill"),
+        ("May 5 1990", "May 5, 1990"),
+    ],
+)
+def test_the_same_answer_written_otherwise_keeps_full_reward(
+    episode: Make, score: Ask, answer: str, gold: str
+) -> None:
+    assert value(score(exact_match(), episode(answer, gold))) == 1.0
+
+
 def test_marks_that_change_no_number_are_dropped_as_in_squad() -> None:
     assert normalise("COVID-19, the $1,000 prize.") == "covid19 1000 prize"
 
@@ -276,6 +420,22 @@ def test_an_unknown_form_is_refused_when_the_reward_is_made() -> None:
         ("3 then 4", {"last": True}, Fraction(4)),
         ("-$5", {}, Fraction(-5)),
         ("4 apples, 5", {"last": True}, Fraction(5)),
+        ("2 * 3 = 6", {"last": True}, Fraction(6)),
+        ("- 5", {}, Fraction(-5)),
+        ("\N{MINUS SIGN} 5", {}, Fraction(-5)),
+        ("\N{EN DASH}5", {}, Fraction(-5)),
+        ("-**5**", {}, Fraction(-5)),
+        ("5 percent", {}, Fraction(1, 20)),
+        ("5 per cent", {"percent": "points"}, Fraction(5)),
+        ("5 times", {}, Fraction(5)),
+        ("about 5", {}, Fraction(5)),
+        ("Yes! 5 cm", {}, Fraction(5)),
+        ("So… $5", {}, Fraction(5)),
+        ("5°", {}, Fraction(5)),
+        ("\\(5\\)", {}, Fraction(5)),
+        ("5 (rounded)", {}, Fraction(5)),
+        ("a total of **5**.", {}, Fraction(5)),
+        ("5 = x", {}, Fraction(5)),
     ],
 )
 def test_plain_numbers_are_read_exactly(text: str, options: dict[str, Any], number: Fraction) -> None:
@@ -313,6 +473,56 @@ def test_plain_numbers_are_read_exactly(text: str, options: dict[str, Any], numb
         "9" * 400,
         "५",
         "5!5",
+        "\N{EM DASH}5",
+        "\N{EN DASH} 5",
+        "-(5)",
+        '-"5"',
+        "-+5",
+        "+-5",
+        "- -5",
+        "x - 5",
+        "minus 5",
+        "negative 5",
+        "not 5",
+        "isn't 5",
+        "anything but 5",
+        "5 is wrong",
+        "5 is not it",
+        "5!",
+        "√5",
+        "√(5)",
+        "sqrt(5)",
+        "square root of 5",
+        "log 5",
+        "<5",
+        ">5",
+        "≥5",
+        "≈5",
+        "~5",
+        "±5",
+        "¬5",
+        "less than 5",
+        "at least 5",
+        "5 million",
+        "5 hundred thousand",
+        "5 dozen",
+        "twenty 5",
+        "5‰",
+        "5 ‰",
+        "5 or six",
+        "5 and a half",
+        "5 squared",
+        "5 * ten",
+        "5* ten",
+        "ten times 5",
+        "5 mod three",
+        "5 less than x",
+        "5 percentage points",
+        "5\u2044seven",
+        "5 i",
+        "5…",
+        "5..",
+        "|5|",
     ],
 )
 def test_anything_but_one_plain_number_is_refused(text: str) -> None:
@@ -432,6 +642,40 @@ _FORMULAS = [
     ("So \\[\\boxed{90^\\circ}\\]", "90"),
     ("\\boxed{2^{10}x}", "1024x"),
     ("\\boxed{y=2x+1}", "y=1+2x"),
+    ("\\boxed{5\\text{ cm}^2}", "5"),
+    ("\\boxed{5\\text{ dollars}}", "5"),
+    ("\\boxed{5 cm}", "5"),
+    ("\\boxed{P(A) = 0.5}", "1/2"),
+    ("\\boxed{3\\cdot\\frac14}", "3/4"),
+    ("\\boxed{5\\text{ miles per hour}}", "5"),
+    ("\\boxed{5\\,\\mathrm{m/s}}", "5"),
+    ("\\boxed{2\\sqrt{3}\\text{ cm}}", "2\\sqrt{3}"),
+    ("\\boxed{\\$5}", "5"),
+    ("\\boxed{1,000}", "1000"),
+    ("\\boxed{\\$1,000}", "10^3"),
+    ("\\boxed{\\left(5\\right)}", "5"),
+    ("\\boxed{x = 5}", "5"),
+    ("\\boxed{0.5}", "1/2"),
+    ("\\boxed{50\\%}", "1/2"),
+    ("\\boxed{\\frac{1}{2}}", "50\\%"),
+    ("\\boxed{3\\frac{1}{2}}", "7/2"),
+    ("\\boxed{0.333333}", "\\frac{1}{3}"),
+    ("\\boxed{0.0833333}", "\\frac{1}{12}"),
+    ("\\boxed{33.3333\\%}", "\\frac{1}{3}"),
+    ("\\boxed{6.283185}", "2\\pi"),
+    ("\\boxed{10^{-7}}", "0.0000001"),
+    ("\\boxed{0.000000001}", "10^{-9}"),
+    ("\\boxed{2, 1}", "\\{1,2\\}"),
+    ("\\boxed{\\{200, 100\\}}", "\\{100,200\\}"),
+    ("\\boxed{(1.0, 2)}", "(1,2)"),
+    ("\\boxed{(1,2), (3,4)}", "(1,2),(3,4)"),
+    ("\\boxed{[0,1) \\cup (2,3]}", "[0,1)\\cup(2,3]"),
+    ("\\boxed{(5,\\infty)}", "x>5"),
+    ("\\boxed{1010_{2}}", "1010_2"),
+    ("\\boxed{1010}", "1010_2"),
+    ("\\boxed{\\text{A}}", "A"),
+    ("\\boxed{5\\text{ zebras}}", "5\\text{ zebras}"),
+    ("\\boxed{f'(x) = 2x}", "f'(x)=2x"),
 ]
 
 
@@ -470,7 +714,31 @@ _FORMULA_EXPLOITS = {
     "infinite": ("\\boxed{\\infty}", "5"),
     "a free name": ("\\boxed{x}", "5"),
     "long": ("\\boxed{5" + "+0" * 400 + "}", "5"),
-}
+} | {
+    f"{gold} is not {answer}": (f"\\boxed{{{answer}}}", gold)
+    for gold, answers in {
+        "0.0000001": ("0.0000002", "0.0000004", "0"),
+        "10^{-9}": ("0.0", "10^{-8}"),
+        "x=0.0000001": ("0.0000002",),
+        "(0.0000001,2)": ("(0.0000002,2)",),
+        "\\sqrt{2}\\cdot 10^{-9}": ("0.0",),
+        "10": ("10_2", "10_{2}"),
+        "12": ("12_3",),
+        "1010_2": ("1010_3",),
+        "5": (
+            "5\\text{ million}", "5\\text{ thousand}", "5\\text{ M}", "5\\text{ squared}", "5\\text{i}",
+            "5\\mathrm{i}", "5\\text{x}", "5\\text{ is wrong}", "5\\ldots", "5\\dots", "5...", "5'",
+            "5^{\\prime}", "5\\%", "{5}_2", "5\\mathrm{x}", "5t", "5 percent", "5\\textrm{ billion}",
+        ),
+        "1": ("1\\%",),
+        "50": ("50\\%", "\\fbox{50\\%}"),
+        "50\\%": ("50", "5000\\%"),
+        "50\\sqrt{2}": ("50\\sqrt{2}\\%",),
+        "\\{1,2\\}": ("(1,2)", "[1,2]", "\\left(1,2\\right)"),
+        "1,2": ("(1,2)",),
+    }.items()
+    for answer in answers
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", _FORMULA_EXPLOITS)
@@ -489,6 +757,11 @@ def test_29_a_formula_that_hangs_the_library_is_0_in_time_and_spares_the_next(
     assert value(score(reward, episode("\\boxed{10^{10^{8}}}", "x+1"))) == 0.0
     assert time.monotonic() - began < 100  # CPU time is bounded; a busy machine may stretch it
     assert value(score(reward, episode("\\boxed{1+x}", "x+1"))) == 1.0
+
+
+def test_a_percentage_is_read_as_hundredths_only(episode: Make, score: Ask) -> None:
+    assert value(score(math_answer(), episode("\\boxed{5000\\%}", "50"))) == 1.0
+    assert value(score(math_answer(), episode("\\boxed{50\\%}", "50"))) == 0.0
 
 
 def test_28_a_reference_that_is_no_formula_is_unscored(episode: Make, score: Ask) -> None:

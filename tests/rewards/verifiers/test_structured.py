@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from surefoot.core.errors import ConfigError, DataError
 from surefoot.core.types import Score, Scored, Unscored
 from surefoot.rewards.base import Episode, Reward
+from surefoot.rewards.verifiers import structured
 from surefoot.rewards.verifiers.children.wire import pack, same, unpack
 from surefoot.rewards.verifiers.structured import json_answer, multiple_choice, read_json
 
@@ -220,6 +222,47 @@ def test_references_inside_the_schema_work(episode: Make, score: Ask) -> None:
     own = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
     assert value(score(json_answer(own), episode("5", 5))) == 1.0
     assert value(score(json_answer(own), episode('"5"', 5))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "unique"),
+    [
+        ("[1, 2]", True),
+        ("[1, 1]", False),
+        ("[1, 1.0]", False),
+        ("[1, true]", True),
+        ('[0, false, null, "0"]', True),
+        ('[{"a": 1, "b": 2}, {"b": 2, "a": 1}]', False),
+        ("[[1], [1, 1]]", True),
+    ],
+)
+def test_unique_items_are_told_apart_as_json_schema_says(
+    episode: Make, score: Ask, text: str, unique: bool
+) -> None:
+    form = json_answer({"type": "array", "uniqueItems": True}, compare="none")
+    assert value(score(form, episode(text))) == float(unique)
+
+
+def test_29_many_unique_items_are_checked_and_get_0_instead_of_no_score(episode: Make, score: Ask) -> None:
+    many = "[" + ",".join(f'{{"a":{n}}}' for n in range(9000)) + "]"
+    reward = json_answer({"type": "array", "uniqueItems": True})
+    began = time.thread_time()
+    assert value(reward(episode(many, [{"a": 1}]))) == 0.0  # jsonschema itself took more than 30 s
+    assert time.thread_time() - began < 5
+    assert value(reward(episode(many, json.loads(many)))) == 1.0
+
+
+@pytest.mark.parametrize("head", [{}, {"$schema": "https://json-schema.org/draft/2020-12/schema"}])
+def test_29_a_document_that_takes_exponential_time_to_check_gets_0(
+    episode: Make, score: Ask, monkeypatch: pytest.MonkeyPatch, head: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(structured, "_SCHEMA_SECONDS", 0.3)
+    both = [{"properties": {"k": {"const": n}, "c": {"$ref": "#"}}, "required": ["k"]} for n in (1, 2)]
+    reward = json_answer({**head, "type": "object", "anyOf": both})
+    found = score(reward, episode('{"k":3,"c":' * 38 + "{}" + "}" * 38, {"k": 1}))
+    assert value(found) == 0.0
+    assert isinstance(found, Scored) and "bounded time" in found.evidence
+    assert value(score(reward, episode('{"k":2,"c":{"k":1}}', {"k": 2, "c": {"k": 1}}))) == 1.0
 
 
 @given(st.text(max_size=40) | st.text(alphabet='{}[]":,0123.eE-truefalsn\\ ', max_size=40))

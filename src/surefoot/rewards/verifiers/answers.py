@@ -20,6 +20,7 @@ from typing import Literal, cast
 from surefoot.core.errors import ConfigError, DataError
 from surefoot.core.types import Scored, Trust
 from surefoot.rewards.base import Episode, Reward, reward
+from surefoot.rewards.verifiers.formulas import formula_trouble
 from surefoot.rewards.verifiers.helper import HelperDied, HelperPool, HelperTimeout
 from surefoot.rewards.verifiers.submission import (
     Form,
@@ -33,9 +34,20 @@ from surefoot.rewards.verifiers.submission import (
 Percent = Literal["hundredths", "points", "refuse"]
 
 _MOST_ANSWER = 2_000
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-# A mark that changes the value of a number: a leading minus, one between digits, a percent sign.
-_KEPT = re.compile(r"(?<![^\s(\[$€£])-(?=[$€£]?\.?\d)|(?<=\d)[./:](?=\d)|(?<![^\s(\[$€£-])\.(?=\d)|(?<=\d)%")
+_ARTICLES = frozenset(("a", "an", "the"))
+# What may stand between a sign and its number: quotes, emphasis, brackets, currency.
+_WRAP = r"[\s\"'`*_(\[{$€£]*"
+# Marks that change what is meant, and are kept.
+_KEPT = re.compile(
+    r"(?<=\d),(?=\d{3}(?!\d))(?P<drop>)"  # all below, but not the comma of 1,000
+    rf"|(?<![^\W\d_][^\W\d_])-(?={_WRAP}\.?\d)"  # a minus, but not the hyphen of COVID-19
+    r"|(?<=\d)(?:[^\w\s]|_)+(?=\d)"  # whatever joins two digits
+    r"|(?<![^\W\d_.])\.(?=\d)"  # .5
+    r"|(?<=[^\W_])[+#]+|(?<=[^\W_])\^(?=[\w(-])|(?<=\d)[*/](?=\w)|(?<=\w)[*/](?=\d)"  # C++, C#, x^n, 2*x
+    r"|(?<=\d)[!%]|[<>~](?=\d)"
+)
+# An operator between two digits or a percent sign means the same with spaces around it.
+_APART = re.compile(r"(?<=\d)\s+(?=%)|(?<=\d)\s*([-+*/^=<>])\s*(?=[-.]?\d)")
 _PUNCTUATION = frozenset(string.punctuation)
 # fmt: off
 _AVOIDING = frozenset((
@@ -50,13 +62,19 @@ _AVOIDING = frozenset((
 def normalise(text: str) -> str:
     """Text after the SQuAD rules: lower case, no punctuation, no articles, single spaces.
 
-    Two differences. Marks that change a number stay, so that -5 is not 5 and 3.14 is not 314.
-    Characters are composed (NFC) but never folded into other scripts' look-alikes.
+    Three differences. Marks that change what is meant stay: signs, points and operators at numbers (-5
+    is not 5, also in quotes; 3.14 is not 314; 1,000 is 1000), and plus or sharp behind a letter (C++, C#).
+    Articles go only before another word, so that Vitamin A is not Vitamin. Characters are composed (NFC)
+    but never folded into other scripts' look-alikes.
     """
-    text = unicodedata.normalize("NFC", text).lower()
-    kept = {match.start() for match in _KEPT.finditer(text)}
+    text = _APART.sub(r"\1", unicodedata.normalize("NFC", text).lower())
+    kept: set[int] = set()
+    for match in _KEPT.finditer(text):
+        if match["drop"] is None:
+            kept.update(range(*match.span()))
     text = "".join(char for i, char in enumerate(text) if i in kept or char not in _PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", text).split())
+    words = re.sub(r"(?<!\S)-\s+(?=\.?\d)", "-", text).split()
+    return " ".join(word for i, word in enumerate(words) if word not in _ARTICLES or i == len(words) - 1)
 
 
 def _text_reward(
@@ -160,6 +178,30 @@ def _f1(mine: list[str], gold: list[str]) -> float:
 
 _DIGITS = r"[0-9]{1,300}"
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3}){1,100}"
+_EMPHASIS = re.compile(r"(?<!\w)(\*{1,3})(?=[^\s*])([^*]{1,200})(?<!\s)\1(?!\w)")
+# A minus that was typed as a dash or with a space after it; only where nothing stands before.
+_MINUS_FIRST = re.compile(r"^(?:[-\N{MINUS SIGN}][ ]?|\N{EN DASH})(?=[$€£]?\.?[0-9])")
+_DELIMITERS = re.compile(r"\\([()\[\]$%])")
+_OPERATORS = frozenset("+-*/^<>~|&\\√∛∜±∓×÷·∙⋅≤≥≠≈≡¬∞⁄∕–—‒―\N{MINUS SIGN}")
+_OPERATORS_BEHIND = _OPERATORS | frozenset("!%‰‱′″…→←")
+_OPENING = " \t\r\n([{\"'`_$€£“”‘’«»"
+_WORDS = (
+    r"(?:hundreds?|thousands?|millions?|billions?|trillions?|quadrillions?|lakhs?|crores?|dozens?|mn|bn|tn|half"
+    r"|halves|thirds?|quarters?|tenths?|hundredths?|thousandths?|millionths?|zero|one|two|three|four|five|six"
+    r"|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)"
+)
+_BEFORE = re.compile(
+    rf"(?:n't|\b(?:{_WORDS}|minus|negative|plus|not|never|but|except|or|than|least|most|under|over|above|below"
+    r"|beyond|exceeding|times|up to|log|ln|sqrt|root|sin|cos|tan|exp|mod|(?:divided|multiplied) by"
+    r"|(?:root|log|logarithm|square|cube|inverse|reciprocal|opposite|negative|half|factorial|power) of))$",
+    re.IGNORECASE,
+)
+_BEHIND = re.compile(
+    rf"(?:{_WORDS}|score|gross|or|plus|minus|mod|modulo|over|divided|multiplied|squared|cubed|factorial"
+    r"|percentage|pi|π|[eijknxyz]|times(?=\s+\w)|(?:less|more|fewer|greater) than|to the"
+    rf"|(?:to|and|point)(?= (?:an? )?{_WORDS}\b)|is(?:n't| not| wrong| incorrect| false))\b",
+    re.IGNORECASE,
+)
 
 
 def _number_pattern(thousands: bool, fractions: bool) -> re.Pattern[str]:
@@ -167,8 +209,26 @@ def _number_pattern(thousands: bool, fractions: bool) -> re.Pattern[str]:
     plain = rf"(?:{whole}(?:\.{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?[0-9]{{1,3}})?"
     over = rf"(?:[ ]?/[ ]?(?P<under>{_DIGITS}))?" if fractions else ""
     # Neither letters, digits nor marks that could belong to a number may touch it: x2, 3rd, 1,5, 3-5.
-    return re.compile(rf"(?<![\w.,/^-])(?P<sign>[+-]?)[$€£]?(?P<top>{plain}){over}(?P<percent>[ ]?%)?"
-                      r"(?![\w/^-]|[.,]\w|[ ]?±)")  # fmt: skip
+    return re.compile(
+        rf"(?<![\w.,/^)!+-])(?P<sign>[+-]?)[$€£]?(?P<top>{plain}){over}"
+        r"(?P<percent>[ ]?(?:%|per ?cent\b))?(?![\w/^(-]|[.,]\w|\.\.)",
+        re.IGNORECASE,
+    )
+
+
+def _changed(before: str, behind: str) -> str:
+    """What stands beside a number and changes its value; an empty text where nothing does."""
+    words = before.rstrip(_OPENING)
+    opening = before[len(words) :]
+    if words and (words[-1] in _OPERATORS or (words[-1].isalnum() and opening[:1] in ("(", "[", "{"))):
+        return words[-1]
+    if found := _BEFORE.search(words[-60:]):
+        return found.group()
+    rest = behind.lstrip()
+    if rest and rest[0] in _OPERATORS_BEHIND:
+        return rest[0]
+    found = _BEHIND.match(rest)
+    return found.group() if found else ""
 
 
 def parse_number(
@@ -182,13 +242,17 @@ def parse_number(
     """The one number in ``text``, exactly. Raises DataError when there is none, or more than one.
 
     Read: sign, ASCII digits, decimal point, exponent, ``a/b`` (``fractions``), ``1,000``
-    (``thousands``), a currency sign, ``%`` (``hundredths``: 50% is 1/2; ``points``: it is 50). With
-    ``last`` the last of several counts. Any digit that is not part of a number read (``x2``, ``3-5``,
-    other scripts) makes the text ambiguous and is refused.
+    (``thousands``), a currency sign, ``%`` or ``percent`` (``hundredths``: 50% is 1/2; ``points``: it is
+    50). ``- 5`` and an en dash before a digit are negative at the start of the text. With ``last`` the last
+    of several counts. Any digit that is not part of a number read (``x2``, ``3-5``, other scripts) makes
+    the text ambiguous and is refused, and so is a mark or word right beside the number that changes it
+    (``<5``, ``√5``, ``5!``, ``not 5``, ``5 million``, ``5 or six``). Units and ``about`` change nothing.
+    Not stopped: a sentence that takes the number back further away.
     """
     if strange := foreign_digit(text):
         raise DataError(f"the digit {strange!r} is not ASCII")
-    text = text.replace("\N{MINUS SIGN}", "-")
+    text = _DELIMITERS.sub(r"\1", _EMPHASIS.sub(r"\2", text)).strip()
+    text = _MINUS_FIRST.sub("-", text).replace("\N{MINUS SIGN}", "-")
     matches = list(_number_pattern(thousands, fractions).finditer(text))
     covered = sum(sum(char.isdigit() for char in match.group()) for match in matches)
     if covered != sum(char.isdigit() for char in text):
@@ -197,6 +261,8 @@ def parse_number(
         raise DataError("there is no number")
     if len(matches) > 1 and not last:
         raise DataError(f"{len(matches)} numbers; exactly one is allowed")
+    if change := _changed(text[: matches[-1].start()], text[matches[-1].end() :]):
+        raise DataError(f"{change!r} beside the number changes it")
     return _fraction(matches[-1], percent)
 
 
@@ -287,9 +353,14 @@ def math_answer(
     breaks the helper is 0 if the reference passes against itself, and a failed measurement if not.
     What math-verify accepts is narrowed: several values in a chain (4=5), work that is still to be
     done where the reference is a plain number (4+1, an integral), a formula copied from the prompt,
-    other brackets than the reference's, digits in text. Decimals count as equal to exact values when
-    the first six digits agree. Not stopped: an equivalent form of the question's own expression where
-    the reference is not a plain number.
+    other brackets than the reference's (a list or set is no tuple), and beside a number any subscript,
+    prime, dots or text but a unit that the reference has not. Numbers must be equal; a decimal for a value
+    that is no whole number may be off by half of its sixth decimal place, below 0.1 of its sixth
+    significant digit. Below 0.1 no decimal counts as equal to what is more than a number (\\pi/100).
+    ``50\\%`` is read as 1/2, never as 50. Units may stand in text commands, and those of two letters or
+    more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital letter for
+    a small one, a letter that is dropped as a unit behind a root (2\\sqrt{3}t); an equivalent form of the
+    question's own expression where the reference is not a plain number.
 
     Raises ConfigError when math-verify is not installed.
     """
@@ -312,6 +383,8 @@ def _math_equal(gold: str, text: str, prompt: str, seconds: float) -> tuple[floa
         return 0.0, f"the formula has {len(text)} characters; at most {_MATH_MOST} are read"
     if strange := foreign_digit(text):
         return 0.0, f"the digit {strange!r} is not ASCII"
+    if trouble := formula_trouble(gold, text):
+        return 0.0, trouble
     try:
         reply = _math_ask(gold, text, prompt, seconds)
     except (HelperTimeout, HelperDied) as error:

@@ -9,7 +9,9 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast
 
 from surefoot.core.errors import ConfigError, DataError
@@ -21,6 +23,9 @@ from surefoot.rewards.verifiers.submission import Form, check_form, submitted, v
 
 _MOST_DOCUMENT = 100_000
 _MOST_DEPTH = 40
+# CPU seconds for one document and its schema: some schemas take exponential time in the depth.
+_SCHEMA_SECONDS = 5.0
+_DEADLINE = 300.0  # wall seconds, so that a busy machine does not turn a 0 into a failed measurement
 _CHOICE = re.compile(r"\**\(?\[?([A-Za-z0-9])\]?\)?\**(?:[ \t]*[.):][ \t]*(.*))?", re.DOTALL)
 
 
@@ -105,7 +110,9 @@ def json_answer(
     are refused. Equality is by exact types (true is not 1, 1 is not 1.0); floats may differ by
     ``tolerance`` * max(1, |reference|). ``compare="none"`` asks for the form only, which any constant
     document of that form has: use it as a small second reward, never as success.
-    Not stopped: a ``pattern`` in the schema that takes exponential time on some text.
+    A document that takes more than 5 s of CPU time to check against the schema is 0, and a reference that
+    does is a failed measurement. Not stopped: a ``pattern`` in the schema that takes exponential time on
+    some text.
 
     Raises ConfigError when jsonschema is not installed or the schema is wrong.
     """
@@ -116,7 +123,7 @@ def json_answer(
         raise ConfigError(f"{name}: tolerance is {tolerance}; it must be finite and >= 0")
     problem = _schema_checker(name, schema)
 
-    @reward(trust=Trust.VERIFIED, weight=weight, name=name, resolution=1.0)
+    @reward(trust=Trust.VERIFIED, weight=weight, name=name, resolution=1.0, seconds=_DEADLINE)
     def score(episode: Episode) -> Scored:
         gold = episode.reference
         if compare == "reference" and (found_wrong := problem(gold)):
@@ -154,14 +161,63 @@ def _schema_checker(name: str, schema: Mapping[str, Any]) -> Callable[[object], 
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ConfigError(f"{name}: schema is wrong at {error.json_path}: {error.message}") from error
-    # An empty registry never fetches.
-    checker = kind(schema, registry=cast("Any", Registry()))
+    # An empty registry never fetches. Without $schema, parts that refer to the whole stay of the kind here.
+    rest = {key: value for key, value in schema.items() if key != "$schema"}
+    checker = _bounded(kind)(rest, registry=cast("Any", Registry()))
 
     def problem(document: object) -> str:
-        error = next(iter(checker.iter_errors(document)), None)
+        _limit.until = time.thread_time() + _SCHEMA_SECONDS
+        try:
+            error = next(iter(checker.iter_errors(document)), None)
+        except (_TooMuchWork, RecursionError) as fault:
+            return f"it cannot be checked in bounded time: {str(fault)[:200]}"
         return f"{error.json_path}: {error.message[:200]}" if error is not None else ""
 
     return problem
+
+
+class _TooMuchWork(Exception):
+    """A document takes longer to check than is allowed."""
+
+
+_limit = threading.local()
+
+
+def _bounded(kind: Any) -> Any:
+    """The validator class ``kind``, but no document can hold it up: a hung check would be no 0."""
+    from jsonschema.validators import extend
+
+    def timed(keyword: Callable[..., Any]) -> Callable[..., Any]:
+        def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+            if time.thread_time() > _limit.until:
+                raise _TooMuchWork(f"more than {_SCHEMA_SECONDS:g} s")
+            return keyword(validator, value, instance, schema)
+
+        return check
+
+    keywords = cast("Mapping[str, Callable[..., Any]]", {**kind.VALIDATORS, "uniqueItems": _unique_items})
+    return extend(kind, {key: timed(keyword) for key, keyword in keywords.items()})
+
+
+def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Exception]:
+    """The keyword in linear time; jsonschema compares each object with each other."""
+    from jsonschema import ValidationError
+
+    if wanted and validator.is_type(instance, "array"):
+        texts = {json.dumps(_canonical(item), sort_keys=True, default=repr) for item in instance}
+        if len(texts) < len(instance):
+            yield ValidationError("an item stands twice in an array of unique items")
+
+
+def _canonical(value: Any) -> Any:
+    """``value`` with whole floats as integers, since 1.0 and 1 are equal in JSON Schema."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_canonical(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return value
 
 
 def _references_in(node: object) -> list[str]:

@@ -27,12 +27,22 @@ _FORGED = re.compile(
     r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>",
     re.IGNORECASE,
 )
-_LINE = re.compile(r"^[ \t]*Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_FENCE = re.compile(r"^```[A-Za-z0-9_+-]*[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+# Turns are up to MOST_CHARACTERS long, and the re module holds the interpreter's lock: no pattern here may
+# take more than linear time. Hence the possessive quantifiers (*+), and str.find for what has two ends.
+_LINE = re.compile(r"^[ \t]*+Answer:(.*+)$", re.MULTILINE)
+_FENCE_MARK = re.compile(r"^```([A-Za-z0-9_+-]*+)[ \t]*+$", re.MULTILINE)
 # What may still stand after an answer: the end of a formula, a sentence or an emphasis.
-_AFTER = re.compile(r"[\s$.*]*(?:\\[)\]])?[\s$.*]*")
+_AFTER = re.compile(r"[\s$.*]*+(?:\\[)\]])?[\s$.*]*+")
 _THOUGHT_END = "</think>"
+
+
+# Where an answer begins and ends, and where what it is wrapped in begins and ends.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    start: int
+    begin: int
+    end: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +74,50 @@ def submitted(text: str | None, form: Form = "whole", *, last: bool = False) -> 
     if "<think>" in text and _THOUGHT_END not in text:
         return Submission(None, "the turn ends inside its reasoning")
     text = text.rpartition(_THOUGHT_END)[2]
-    spoken = _FENCE.sub("", text) if form == "fence" else text
-    if marks := forged_marks(spoken):
-        return Submission(None, f"forged mark {marks[0]!r}")
     found = _FINDERS[form](text)
+    if mark := _FORGED.search(_outside(text, found) if form == "fence" else text):
+        return Submission(None, f"forged mark {mark.group()!r}")
     if not found:
         return Submission(None, f"no answer in the form {form!r}")
     if len(found) > 1 and not last:
         return Submission(None, f"{len(found)} answers; exactly one is allowed")
-    answer, rest = found[-1]
-    if form != "fence" and not _AFTER.fullmatch(rest):
+    if form != "fence" and not _AFTER.fullmatch(text, found[-1].stop):
         return Submission(None, "text follows the answer")
-    answer = answer.strip()
+    answer = text[found[-1].begin : found[-1].end].strip()
     return Submission(answer) if answer else Submission(None, "the answer is empty")
 
 
-def _whole(text: str) -> list[tuple[str, str]]:
-    return [(text, "")]
+def _outside(text: str, found: list[_Found]) -> str:
+    """``text`` without what was found."""
+    ends = [0, *(item.stop for item in found)]
+    return "".join(text[a:b] for a, b in zip(ends, [*(item.start for item in found), len(text)], strict=True))
 
 
-def _matches(pattern: re.Pattern[str]) -> Callable[[str], list[tuple[str, str]]]:
-    return lambda text: [(match.group(1), text[match.end() :]) for match in pattern.finditer(text)]
+def _whole(text: str) -> list[_Found]:
+    return [_Found(0, 0, len(text), len(text))]
 
 
-def _tags(text: str) -> list[tuple[str, str]]:
-    found = _matches(_TAG)(text)
+def _lines(text: str) -> list[_Found]:
+    return [_Found(m.start(), m.start(1), m.end(1), m.end()) for m in _LINE.finditer(text)]
+
+
+def _tags(text: str) -> list[_Found]:
+    found: list[_Found] = []
+    at = 0
+    while (start := text.find("<answer>", at)) >= 0:
+        begin = start + len("<answer>")
+        if (end := text.find("</answer>", begin)) < 0:
+            break
+        at = end + len("</answer>")
+        found.append(_Found(start, begin, end, at))
     # A tag without its partner, or nested ones, make it unclear what was submitted.
     clear = text.count("<answer>") == text.count("</answer>") == len(found)
     return found if clear else []
 
 
-def _boxes(text: str) -> list[tuple[str, str]]:
+def _boxes(text: str) -> list[_Found]:
     """Contents of every ``\\boxed{...}`` with balanced braces; unbalanced or nested: none."""
-    found: list[tuple[str, str]] = []
+    found: list[_Found] = []
     at = 0
     while (start := text.find("\\boxed{", at)) >= 0:
         depth, at = 1, start + len("\\boxed{")
@@ -107,19 +128,31 @@ def _boxes(text: str) -> list[tuple[str, str]]:
             elif text[at] in "{}":
                 depth += 1 if text[at] == "{" else -1
             at += 1
-        content = text[begin : at - 1]
-        if depth or "\\boxed" in content:
+        if depth or text.find("\\boxed", begin, at - 1) >= 0:
             return []
-        found.append((content, text[at:]))
+        found.append(_Found(start, begin, at - 1, at))
     return found
 
 
-_FINDERS: dict[Form, Callable[[str], list[tuple[str, str]]]] = {
+def _fences(text: str) -> list[_Found]:
+    """Every block between a line of backticks, which may name a language, and the next bare one."""
+    found: list[_Found] = []
+    opened: re.Match[str] | None = None
+    for mark in _FENCE_MARK.finditer(text):
+        if opened is None:
+            opened = mark if mark.end() < len(text) else None
+        elif not mark.group(1):
+            found.append(_Found(opened.start(), opened.end() + 1, mark.start(), mark.end()))
+            opened = None
+    return found
+
+
+_FINDERS: dict[Form, Callable[[str], list[_Found]]] = {
     "whole": _whole,
-    "line": _matches(_LINE),
+    "line": _lines,
     "tag": _tags,
     "boxed": _boxes,
-    "fence": _matches(_FENCE),
+    "fence": _fences,
 }
 
 
