@@ -5,6 +5,7 @@ Exploits are numbered as on the reward-hacking page of the design.
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import string
@@ -168,13 +169,20 @@ def test_29_the_longest_turns_are_read_in_the_time_that_their_length_takes(
     form: Any, start: str, repeated: str, end: str
 ) -> None:
     text = start + repeated * ((200_000 - len(start) - len(end)) // len(repeated)) + end
-    began = time.thread_time()
-    for char in text:
-        ord(char)
-    passed = time.thread_time()
-    submitted(text, form, last=True)
+
+    def seconds(work: Callable[[], object]) -> float:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+
+    gc.disable()  # a collection takes longer than the reading, the more so the more tests ran before
+    try:
+        one_look = seconds(lambda: [ord(char) for char in text])
+        reading = min(seconds(lambda: submitted(text, form, last=True)) for _ in range(3))
+    finally:
+        gc.enable()
     # Quadratic reading took thousands of times as long as one look at each character.
-    assert time.thread_time() - passed < 100 * max(passed - began, 0.005)
+    assert reading < 100 * max(one_look, 0.005)
 
 
 def test_ordinary_text_with_angle_brackets_holds_no_forged_mark() -> None:
