@@ -163,14 +163,17 @@ async def many(number: int, at_once: int, seconds: float, rounds: int) -> dict[s
     the time in which ``at_once`` that wake together end.
     """
     taken: dict[str, list[float]] = {"sleeping": [], "awake": [], "ending": []}
+    busy: dict[str, list[float]] = {"sleeping": [], "awake": [], "ending": []}  # core-seconds, with starting
     right = 0
     async with Sandbox.open(profile=BARE, limits=LIMITS, concurrency=at_once) as box:
 
         async def timed(name: str, code: str, count: int, begins: float | None = None) -> None:
             nonlocal right
-            begun = begins or time.monotonic()
+            begun, before = begins or time.monotonic(), psutil.cpu_times()
             results = await asyncio.gather(*(box.run(f"import time\n{code}\n{CODE}") for _ in range(count)))
             taken[name].append(time.monotonic() - begun)
+            after = psutil.cpu_times()
+            busy[name].append(sum(after) - sum(before) - (after.idle - before.idle))
             right += sum(item.status is Status.OK and item.stdout == "499500\n" for item in results)
 
         for index in range(rounds):
@@ -184,7 +187,7 @@ async def many(number: int, at_once: int, seconds: float, rounds: int) -> dict[s
     plain = [max(floor, awake) for awake in taken["awake"]]
     return {
         "number": number, "at_once": at_once, "right": right / (rounds * (2 * number + at_once)),
-        "seconds": taken, "sleep_alone_seconds": floor,
+        "seconds": taken, "busy_core_seconds": busy, "sleep_alone_seconds": floor,
         "overlap": paired_interval(ideal, taken["sleeping"]),
         "overlap_without_the_last_sleep": paired_interval(plain, taken["sleeping"]),
     }  # fmt: skip
