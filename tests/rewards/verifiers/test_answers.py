@@ -767,9 +767,18 @@ def test_29_a_formula_that_hangs_the_library_is_0_in_time_and_spares_the_next(
     assert value(score(reward, episode("\\boxed{1+x}", "x+1"))) == 1.0
 
 
-def test_a_percentage_is_read_as_hundredths_only(episode: Make, score: Ask) -> None:
+def test_a_percentage_is_read_one_way(episode: Make, score: Ask) -> None:
     assert value(score(math_answer(), episode("\\boxed{5000\\%}", "50"))) == 1.0
     assert value(score(math_answer(), episode("\\boxed{50\\%}", "50"))) == 0.0
+    points = math_answer(percent="points")
+    for answer, gold, paid in (
+        ("50\\%", "50", 1.0), ("50", "50\\%", 1.0), ("50 \\%", "50\\%", 1.0), ("\\frac{1}{2}", "50\\%", 0.0),
+        ("5000\\%", "50", 0.0), ("0.5", "50", 0.0), ("%", "50", 0.0),
+        ("\\frac{200}{3}\\%", "\\frac{200}{3}", 1.0),
+    ):  # fmt: skip
+        assert value(score(points, episode(f"\\boxed{{{answer}}}", gold))) == paid, (answer, gold)
+    with pytest.raises(ConfigError, match="percent is 'both'"):
+        math_answer(percent="both")  # type: ignore[arg-type]
 
 
 def test_28_a_reference_that_is_no_formula_is_unscored(episode: Make, score: Ask) -> None:

@@ -334,6 +334,7 @@ def _gold_number(item: object, episode: Episode, read: Callable[[str], Fraction]
 
 _MATH = HelperPool(Path(__file__).parent / "children" / "math_child.py", memory_mb=1500, site=True)
 _MATH_MOST = 400
+_PERCENT = re.compile(r"(?<=[0-9}])\s*\\?%")
 _CHILD_START_SECONDS = 15.0
 _DEADLINE = 600.0
 
@@ -342,6 +343,7 @@ def math_answer(
     *,
     form: Form = "boxed",
     last: bool = False,
+    percent: Literal["hundredths", "points"] = "hundredths",
     seconds: float = 5.0,
     name: str = "math_answer",
     weight: float = 1.0,
@@ -357,7 +359,8 @@ def math_answer(
     prime, dots or text but a unit that the reference has not. Numbers must be equal; a decimal for a value
     that is no whole number may be off by half of its sixth decimal place, below 0.1 of its sixth
     significant digit. Below 0.1 no decimal counts as equal to what is more than a number (\\pi/100).
-    ``50\\%`` is read as 1/2, never as 50. Units may stand in text commands, and those of two letters or
+    ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for tasks that ask
+    "what percent"). Units may stand in text commands, and those of two letters or
     more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital letter for
     a small one, a letter that is dropped as a unit behind a root (2\\sqrt{3}t); an equivalent form of the
     question's own expression where the reference is not a plain number.
@@ -368,11 +371,16 @@ def math_answer(
         raise ConfigError(f"{name}: math-verify is not installed; pip install 'surefoot[verify]'")
     if not seconds > 0:
         raise ConfigError(f"{name}: seconds is {seconds}; it must be > 0")
+    if percent not in ("hundredths", "points"):
+        raise ConfigError(f"{name}: percent is {percent!r}; use 'hundredths' or 'points'")
+
+    def read(text: str) -> str:
+        return _PERCENT.sub("", text) if percent == "points" else text
 
     def judge(text: str, episode: Episode) -> tuple[float, str]:
-        gold = [str(item) for item in references(episode)]
+        gold = [read(str(item)) for item in references(episode)]
         prompt = "\n".join(message.content for message in episode.task.prompt)
-        found = [_math_equal(item, text, prompt, seconds) for item in gold]
+        found = [_math_equal(item, read(text), prompt, seconds) for item in gold]
         return max(found, key=lambda pair: pair[0])
 
     return _text_reward(name, weight, form, last, judge, seconds=_DEADLINE)
