@@ -784,3 +784,46 @@ def test_a_percentage_is_read_one_way(episode: Make, score: Ask) -> None:
 def test_28_a_reference_that_is_no_formula_is_unscored(episode: Make, score: Ask) -> None:
     assert isinstance(score(math_answer(), episode("\\boxed{5}", "\\frac{")), Unscored)
     assert isinstance(score(math_answer(), episode("\\boxed{5}", None)), Unscored)
+
+
+# --- forms that data sets and models write, and near ones that are wrong
+
+_ONE = "\\begin{pmatrix}1&0\\\\0&1\\end{pmatrix}"
+_HALF = "\\begin{pmatrix}1/2&0\\\\0&1\\end{pmatrix}"
+_WRITTEN = [
+    (math_answer(), gold, f"\\boxed{{{answer}}}", paid)
+    for gold, answer, paid in (
+        ("12", "12\\text{ votes}", 1.0), ("12", "12\\text{ positive integers}", 1.0),
+        ("12", "12\\text{ years old}", 1.0), ("3", "3\\text{ fluid ounces}", 1.0),
+        ("3", "3\\text{ dozen}", 0.0),
+        ("3", "3\\text{ not}", 0.0), ("3", "3\\text{ more than four}", 0.0), ("204", "\\(204\\)", 1.0),
+        (_ONE, "\\left(\\begin{array}{cc}1&0\\\\0&1\\end{array}\\right)", 1.0),
+        (_ONE, "\\left(\\begin{array}{cc}1&0\\\\1&1\\end{array}\\right)", 0.0),
+        (_HALF, "\\frac12\\begin{pmatrix}1&0\\\\0&2\\end{pmatrix}", 1.0),
+        (_HALF, "\\frac12\\begin{pmatrix}1&0\\\\0&3\\end{pmatrix}", 0.0),
+        ("no", "on", 0.0), ("Yes", "seY", 0.0), ("Yes", "\\text{yes}", 1.0), ("6:00", "6:00", 1.0),
+    )
+] + [
+    (numeric(), gold, answer, paid)
+    for gold, answer, paid in (
+        ("8", "8 more than Tom", 1.0), ("8", "8 less than last year", 1.0), ("5", "5 times as many", 1.0),
+        ("5", "5 more than ten", 0.0), ("5", "5 times six", 0.0), ("5", "\\boxed{5}", 1.0),
+        ("5", "5\\text{ cm}", 1.0), ("5", "\\text{minus }5", 0.0), ("5", "5 one-dollar bills", 1.0),
+        ("5", "\uff0d5", 0.0), ("5", "\ufe635", 0.0), ("5", "zero point 5", 0.0), ("5", "twice 5", 0.0),
+    )
+] + [
+    (exact_match(), gold, answer, paid)
+    for gold, answer, paid in (
+        ("O'Brien", "O\u2019Brien", 1.0), ("Hello", "\u201cHello\u201d", 1.0),
+        ("1989-1991", "1989\u20131991", 1.0),
+        ("-40", "\u221240", 1.0), ("40", "\u221240", 0.0), ("Bose-Einstein", "Bose\u2013Einstein", 1.0),
+        ("A-", "A", 0.0), ("A", "A-", 0.0), ("Cl-", "Cl", 0.0), ("A-", "A-.", 1.0),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reward", "gold", "answer", "paid"), _WRITTEN)
+def test_what_is_written_in_the_wild(
+    episode: Make, score: Ask, reward: Reward, gold: str, answer: str, paid: float
+) -> None:
+    assert value(score(reward, episode(answer, gold))) == paid

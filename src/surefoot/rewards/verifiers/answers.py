@@ -43,12 +43,14 @@ _KEPT = re.compile(
     rf"|(?<![^\W\d_][^\W\d_])-(?={_WRAP}\.?\d)"  # a minus, but not the hyphen of COVID-19
     r"|(?<=\d)(?:[^\w\s]|_)+(?=\d)"  # whatever joins two digits
     r"|(?<![^\W\d_.])\.(?=\d)"  # .5
-    r"|(?<=[^\W_])[+#]+|(?<=[^\W_])\^(?=[\w(-])|(?<=\d)[*/](?=\w)|(?<=\w)[*/](?=\d)"  # C++, C#, x^n, 2*x
+    r"|(?<=[^\W_])[+#]+|(?<=[^\W_])-(?=[.,;:!?]*(?:\s|$))"  # C++, C#, A-
+    r"|(?<=[^\W_])\^(?=[\w(-])|(?<=\d)[*/](?=\w)|(?<=\w)[*/](?=\d)"  # x^n, 2*x
     r"|(?<=\d)[!%]|[<>~](?=\d)"
 )
 # An operator between two digits or a percent sign means the same with spaces around it.
 _APART = re.compile(r"(?<=\d)\s+(?=%)|(?<=\d)\s*([-+*/^=<>])\s*(?=[-.]?\d)")
 _PUNCTUATION = frozenset(string.punctuation)
+_TYPOGRAPHIC = str.maketrans("‘’ʼ“”‐‑–−", "'''\"\"----")
 # fmt: off
 _AVOIDING = frozenset((
     "", "i do not know", "i dont know", "dont know", "do not know", "unknown", "no answer", "none", "na",
@@ -67,7 +69,8 @@ def normalise(text: str) -> str:
     Articles go only before another word, so that Vitamin A is not Vitamin. Characters are composed (NFC)
     but never folded into other scripts' look-alikes.
     """
-    text = _APART.sub(r"\1", unicodedata.normalize("NFC", text).lower())
+    text = unicodedata.normalize("NFC", text).lower().translate(_TYPOGRAPHIC)
+    text = _APART.sub(r"\1", text)
     kept: set[int] = set()
     for match in _KEPT.finditer(text):
         if match["drop"] is None:
@@ -181,8 +184,9 @@ _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3}){1,100}"
 _EMPHASIS = re.compile(r"(?<!\w)(\*{1,3})(?=[^\s*])([^*]{1,200})(?<!\s)\1(?!\w)")
 # A minus that was typed as a dash or with a space after it; only where nothing stands before.
 _MINUS_FIRST = re.compile(r"^(?:[-\N{MINUS SIGN}][ ]?|\N{EN DASH})(?=[$€£]?\.?[0-9])")
+_WRAPPED = re.compile(r"\\(?:boxed|text(?:bf|it)?|mathrm|mbox)\s*\{([^{}]*)\}")
 _DELIMITERS = re.compile(r"\\([()\[\]$%])")
-_OPERATORS = frozenset("+-*/^<>~|&\\√∛∜±∓×÷·∙⋅≤≥≠≈≡¬∞⁄∕–—‒―\N{MINUS SIGN}")
+_OPERATORS = frozenset("－﹣‐‑+-*/^<>~|&\\√∛∜±∓×÷·∙⋅≤≥≠≈≡¬∞⁄∕–—‒―\N{MINUS SIGN}")
 _OPERATORS_BEHIND = _OPERATORS | frozenset("!%‰‱′″…→←")
 _OPENING = " \t\r\n([{\"'`_$€£“”‘’«»"
 _WORDS = (
@@ -191,14 +195,15 @@ _WORDS = (
     r"|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)"
 )
 _BEFORE = re.compile(
-    rf"(?:n't|\b(?:{_WORDS}|minus|negative|plus|not|never|but|except|or|than|least|most|under|over|above|below"
+    rf"(?:n't|\b(?:{_WORDS}|twice|thrice|double|triple|point|minus|negative|plus|not|never|but|except|or|than|least|most|under|over|above|below"
     r"|beyond|exceeding|times|up to|log|ln|sqrt|root|sin|cos|tan|exp|mod|(?:divided|multiplied) by"
     r"|(?:root|log|logarithm|square|cube|inverse|reciprocal|opposite|negative|half|factorial|power) of))$",
     re.IGNORECASE,
 )
 _BEHIND = re.compile(
-    rf"(?:{_WORDS}|score|gross|or|plus|minus|mod|modulo|over|divided|multiplied|squared|cubed|factorial"
-    r"|percentage|pi|π|[eijknxyz]|times(?=\s+\w)|(?:less|more|fewer|greater) than|to the"
+    rf"(?:{_WORDS}(?!-)|score|gross|or|plus|minus|mod|modulo|over|divided|multiplied|squared|cubed|factorial"
+    r"|percentage|pi|π|[eijknxyz]|to the"
+    rf"|(?:times|(?:less|more|fewer|greater) than)(?=\s+(?:an? )?(?:\d|[b-z]\b|{_WORDS}\b))"
     rf"|(?:to|and|point)(?= (?:an? )?{_WORDS}\b)|is(?:n't| not| wrong| incorrect| false))\b",
     re.IGNORECASE,
 )
@@ -251,6 +256,7 @@ def parse_number(
     """
     if strange := foreign_digit(text):
         raise DataError(f"the digit {strange!r} is not ASCII")
+    text = _WRAPPED.sub(r"\1", text)
     text = _DELIMITERS.sub(r"\1", _EMPHASIS.sub(r"\2", text)).strip()
     text = _MINUS_FIRST.sub("-", text).replace("\N{MINUS SIGN}", "-")
     matches = list(_number_pattern(thousands, fractions).finditer(text))
@@ -356,7 +362,7 @@ def math_answer(
     What math-verify accepts is narrowed: several values in a chain (4=5), work that is still to be
     done where the reference is a plain number (4+1, an integral), a formula copied from the prompt,
     other brackets than the reference's (a list or set is no tuple), and beside a number any subscript,
-    prime, dots or text but a unit that the reference has not. Numbers must be equal; a decimal for a value
+    prime, dots or words that change it (million, not) that the reference has not. Numbers must be equal; a decimal for a value
     that is no whole number may be off by half of its sixth decimal place, below 0.1 of its sixth
     significant digit. Below 0.1 no decimal counts as equal to what is more than a number (\\pi/100).
     ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for tasks that ask

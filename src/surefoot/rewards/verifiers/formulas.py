@@ -27,6 +27,15 @@ _UNITS = frozenset(_SHORT_UNITS.split()) | {
     for stem in _STEMS.split()
     for plural in ("", "s")
 }
+# Words behind a number that make it another one, or none.
+_MULTIPLES = (
+    "dozen dozens hundred hundreds thousand thousands million millions billion billions trillion trillions "
+    "score gross half halves third thirds quarter quarters fourth fourths fifth fifths tenth tenths percent "
+    "percentage squared cubed factorial not never none but except and either maybe plus minus negative "
+    "divided multiplied over more less fewer greater than equals wrong incorrect false untrue mod modulo "
+    "sqrt root zero one two three four five six seven eight nine ten twelve twenty"
+)
+_CHANGING = frozenset(_MULTIPLES.split())
 _TEXT = re.compile(
     # An operatorname that stands last is no function.
     r"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|mbox|hbox|operatorname(?=\s*\{[^{}]*\}\s*$))\s*\{([^{}]*)\}"
@@ -42,6 +51,8 @@ _MATH_NUMBER = re.compile(
     rf"(?P<sign>[+-]?)(?:(?P<whole>[0-9]+)?\\frac(?:\{{(?P<top>{_PLAIN})\}}|(?P<t>[0-9]))"
     rf"(?:\{{(?P<under>{_PLAIN})\}}|(?P<u>[0-9]))|(?P<over>{_PLAIN})(?:/(?P<below>{_PLAIN}))?)(?P<percent>\\?%)?"
 )
+_LETTERS = re.compile(r"[A-Za-z]{2,}")  # a word, which math-verify would take for a product
+_SCALED = re.compile(r"[0-9}]\\begin\b")  # a factor before a matrix
 _BARE_UNIT = re.compile(r"(?<=[0-9}])[A-Za-z]{2,}$")
 _NAME = re.compile(r"(?:[A-Za-z]{1,2}(?:_\{?\w+\}?)?)?")  # x, f(x), P(A) or nothing, without brackets
 
@@ -57,9 +68,11 @@ def formula_trouble(gold: str, text: str) -> str:
     own = _texts(gold)
     if odd := [words for words in _texts(text) if words not in own and not _unit(words)]:
         return f"{odd[0]!r} is no known unit"
+    if _LETTERS.fullmatch(right) and _TEXT.sub(r"\1", text).strip().casefold() != right.casefold():
+        return "other letters than the reference's"
     if "," in right and _is_tuple(mine) and not _is_tuple(right):
         return "a tuple, while the reference is a list or set"
-    if not any(_agree(a, b) for a in _pieces(right) for b in _pieces(mine)):
+    if not _SCALED.search(mine) and not any(_agree(a, b) for a in _pieces(right) for b in _pieces(mine)):
         return "not the plain number that the reference is"
     return ""
 
@@ -71,8 +84,15 @@ def _texts(formula: str) -> list[str]:
 
 
 def _unit(words: str) -> bool:
-    found = re.split(r"[\s/~.·-]+", words)
-    return all(word in _UNITS or (len(word) > 1 and word.lower() in _UNITS) for word in found if word)
+    """Whether words behind a number leave it as it is: units and what is counted, but not ``million``."""
+    return all(map(_leaves_it, re.split(r"[\s/~.·-]+", words)))
+
+
+def _leaves_it(word: str) -> bool:
+    low = word.lower()
+    if word in _UNITS or (len(word) > 1 and low in _UNITS):
+        return True
+    return not word or (len(word) > 2 and word.isalpha() and low not in _CHANGING)
 
 
 def _tidy(formula: str) -> str:
@@ -80,6 +100,7 @@ def _tidy(formula: str) -> str:
     text = _TEXT.sub(" ", formula).replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"\\(?:(?:left|right|displaystyle|[dt]?frac)(?![A-Za-z]))", _short, text)
     text = re.sub(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z]))|[\s~]", " ", text)
+    text = re.sub(r"(?<!\\)\\[()\[\]]", "", text)
     text = re.sub(r"\^\{?\\circ\}?|\\circ|°|\\degree(?![A-Za-z])|\\?\$|(?<!\\)\\!", "", text)
     return re.sub(r"(?<![0-9]) +| +(?![0-9])", "", text.replace("{,}", ","))
 
@@ -101,6 +122,7 @@ def _is_tuple(text: str) -> bool:
 
 def _pieces(text: str) -> list[list[str]]:
     """The items of a list, tuple, matrix or equation; twice, where commas may also group digits."""
+    text = re.sub(r"\\begin\{array\}\{[^{}]*\}", "", text)
     text = re.sub(r"\\(?:begin|end)\{[A-Za-z]*\}|\\[{}]|\\[lr]brace(?![A-Za-z])|[()\[\]]", "", text)
     joined = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
     return [re.split(r",|;|&|\\\\|=|\\cup|\\in(?![a-z])", form) for form in dict.fromkeys((joined, text))]

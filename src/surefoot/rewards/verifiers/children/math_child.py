@@ -119,7 +119,8 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
     if not golds:
         return {"gold": "it is no formula"}
     if gold == answer:
-        return {"equal": bool(verify(golds, golds, timeout_seconds=None)), "why": "identical"}
+        verify(golds, golds, timeout_seconds=None)  # it takes as long as with another answer
+        return {"equal": True, "why": "identical"}
     if not _RELATION.search(gold):
         answer = _PREFIX.sub("", answer.strip())
         if _RELATION.search(answer):
