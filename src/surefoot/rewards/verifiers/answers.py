@@ -362,11 +362,11 @@ def math_answer(
     What math-verify accepts is narrowed: several values in a chain (4=5), work that is still to be
     done where the reference is a plain number (4+1, an integral), a formula copied from the prompt,
     other brackets than the reference's (a list or set is no tuple), and beside a number any subscript,
-    prime, dots or words that change it (million, not) that the reference has not. Numbers must be equal; a decimal for a value
-    that is no whole number may be off by half of its sixth decimal place, below 0.1 of its sixth
-    significant digit. Below 0.1 no decimal counts as equal to what is more than a number (\\pi/100).
-    ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for tasks that ask
-    "what percent"). Units may stand in text commands, and those of two letters or
+    prime, dots or words that change it (million, not) that the reference has not. Numbers must be equal;
+    a decimal for a value that is no whole number may be off by half of its sixth decimal place, below 0.1
+    of its sixth significant digit. Below 0.1 no decimal counts as equal to what is more than a number
+    (\\pi/100). ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for tasks
+    that ask "what percent"). Units and what is counted may stand in text commands, units of two letters or
     more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital letter for
     a small one, a letter that is dropped as a unit behind a root (2\\sqrt{3}t); an equivalent form of the
     question's own expression where the reference is not a plain number.
