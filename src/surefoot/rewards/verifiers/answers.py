@@ -365,9 +365,9 @@ def math_answer(
     prime, dots or words that change it (million, not) that the reference has not. Numbers must be equal;
     a decimal for a value that is no whole number may be off by half of its sixth decimal place, below 0.1
     of its sixth significant digit. Below 0.1 no decimal counts as equal to what is more than a number
-    (\\pi/100). ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for tasks
-    that ask "what percent"). Units and what is counted may stand in text commands, units of two letters or
-    more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital letter for
+    (\\pi/100). ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for
+    tasks that ask "what percent"). Units and what is counted may stand in text commands, units of two
+    letters or more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital letter for
     a small one, a letter that is dropped as a unit behind a root (2\\sqrt{3}t); an equivalent form of the
     question's own expression where the reference is not a plain number.
 
