@@ -367,9 +367,9 @@ def math_answer(
     of its sixth significant digit. Below 0.1 no decimal counts as equal to what is more than a number
     (\\pi/100). ``50\\%`` is 1/2 (``hundredths``), or 50 in references and answers alike (``points``, for
     tasks that ask "what percent"). Units and what is counted may stand in text commands, units of two
-    letters or more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital letter for
-    a small one, a letter that is dropped as a unit behind a root (2\\sqrt{3}t); an equivalent form of the
-    question's own expression where the reference is not a plain number.
+    letters or more also without. Not stopped: another unit than the reference's (5 m for 5 cm), a capital
+    letter for a small one, a letter that is dropped as a unit behind a root (2\\sqrt{3}t); an equivalent form
+    of the question's own expression where the reference is not a plain number.
 
     Raises ConfigError when math-verify is not installed.
     """
