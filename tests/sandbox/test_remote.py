@@ -46,9 +46,12 @@ class Played:
     """A process in place of a container: its stdin and its output in order."""
 
     def __init__(self, command: Sequence[str]) -> None:
+        # A real container takes its files along.
+        self._files = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.process = subprocess.Popen(
             [interpreter(), *command[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env={"PATH": os.environ["PATH"]}, start_new_session=True,
+            stderr=subprocess.PIPE, env={"PATH": os.environ["PATH"], "TMPDIR": self._files.name},
+            start_new_session=True,
         )  # fmt: skip
         self.output: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -78,6 +81,7 @@ class Played:
             with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._files.cleanup()
 
 
 class Local:
