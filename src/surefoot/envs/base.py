@@ -108,9 +108,9 @@ def in_turns(
     for wanted in cycle(kinds):
         read = 0
         while not waiting[wanted]:
-            if read == _MOST_READ and wanted in came:
-                return
             if read == _MOST_READ:
+                if wanted in came:
+                    return
                 raise ConfigError(f"in_turns read {read} tasks and none was of kind {wanted!r}; drop it")
             read += 1
             task = next(tasks, None)

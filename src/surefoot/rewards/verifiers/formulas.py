@@ -67,7 +67,7 @@ def formula_trouble(gold: str, text: str) -> str:
             return f"{what} that the reference has not"
     own = _texts(gold)
     if odd := [words for words in _texts(text) if words not in own and not _unit(words)]:
-        return f"{odd[0]!r} is no known unit"
+        return f"{odd[0]!r} is neither a unit nor what is counted"
     if _LETTERS.fullmatch(right) and _TEXT.sub(r"\1", text).strip().casefold() != right.casefold():
         return "other letters than the reference's"
     if "," in right and _is_tuple(mine) and not _is_tuple(right):
